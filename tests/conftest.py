@@ -1,0 +1,32 @@
+"""Settings every test shares; they are made before anything imports torch, Triton or a Hugging Face library."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # a test that reaches for the network fails at once instead of waiting
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # forked workers would print a warning each
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the suite runs in parallel processes, one per core
+
+import torch  # noqa: E402
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    # Triton reads this when it is imported; torch imports it lazily, so this is early enough.
+    os.environ["TRITON_INTERPRET"] = "1"
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+from hypothesis import settings  # noqa: E402
+
+# A deadline would make a busy machine fail a right property; the derandomised search makes a failure repeat.
+settings.register_profile("default", deadline=None, max_examples=20, derandomize=True)
+settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave the tests marked `gpu` out, instead of skipping them, where there is no CUDA device."""
+    if HAS_CUDA:
+        return
+    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
