@@ -7,7 +7,7 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # forked workers would print a warning each
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the suite runs in parallel processes, one per core
 
-import torch  # noqa: E402
+import torch
 
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
@@ -15,7 +15,7 @@ if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
-from hypothesis import settings  # noqa: E402
+from hypothesis import settings
 
 # A deadline would make a busy machine fail a right property; the derandomised search makes a failure repeat.
 settings.register_profile("default", deadline=None, max_examples=20, derandomize=True)
