@@ -1,4 +1,4 @@
-"""Where pipelines lie on disk, and whether their files are whole; reads headers and configs, imports no torch.
+"""Where pipelines lie on disk, and whether their files are whole; reads headers, imports no torch.
 
 A pipeline is looked for by explicit path, then in the folders of `$MHLA_WEIGHTS`, then in the checkout that
 this package is imported from, then among installed packages. Nothing is ever downloaded from here.

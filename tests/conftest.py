@@ -1,4 +1,4 @@
-"""Settings every test shares; they are made before anything imports torch, Triton or a Hugging Face library."""
+"""Settings every test shares, made before anything imports torch, Triton or a Hugging Face library."""
 
 import os
 

@@ -1,0 +1,67 @@
+# Two commands set everything up on a machine with Python 3.11 and pip: `make demo` and `make test`.
+# The environment is installed once, and again only after pyproject.toml or constraints.txt changed.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+# Further options for pip, for example an index with builds of PyTorch for the CPU only.
+PIP_FLAGS ?=
+# Test processes at a time; each computes with one thread.
+JOBS ?= 2
+OUT ?= outputs
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --constraint constraints.txt
+
+.PHONY: help install install-dev demo sheet test test-gpu lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo      install, then draw a contact sheet of 8 pictures with the shipped pipeline"
+	@echo "make test      install, then run every test that needs no GPU"
+	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make sheet     draw the contact sheet that the README shows"
+	@echo "make lint      check style and format;  make format  mend them"
+	@echo "make clean     remove the environment and what building left behind"
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "$(PYTHON) not found: install Python 3.11, or name a later one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV) (PyTorch is the large part; once)"
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing the development tools into $(VENV) (once)"
+	$(PIP) --editable ".[dev]"
+	$(BIN)/python -m pip check
+	@touch $@
+
+install: $(VENV)/.installed
+install-dev: $(VENV)/.installed-dev
+
+demo: install
+	$(BIN)/mhla generate --prompts assets/prompts/demo.txt --seed 0 --out $(OUT)/demo --sheet $(OUT)/demo.png
+
+sheet: install
+	$(BIN)/mhla generate --prompts assets/prompts/contact_sheet.txt --seed 0 --out $(OUT)/contact_sheet \
+	  --sheet $(OUT)/contact_sheet.png --columns 6
+
+test: install-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" --numprocesses $(JOBS) --dist worksteal
+
+test-gpu: install-dev
+	$(BIN)/python -m pytest -m gpu
+
+lint: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: install-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
