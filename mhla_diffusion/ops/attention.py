@@ -1,0 +1,238 @@
+"""`mhla_attention`: checks a call once and hands it to a backend."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from .backends import MAX_HEAD_DIM, choose_backend
+from .eager import eager_core
+from .partition import Partition, grid_partition, table_partition
+from .reference import reference_attention
+
+__all__ = ["FEATURE_MAPS", "NORMALIZERS", "mhla_attention"]
+
+FEATURE_MAPS = ("relu",)
+NORMALIZERS = ("paper", "none", "official")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_told: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _told and not torch.compiler.is_compiling():
+        _told.add(message)
+        warnings.warn(message, stacklevel=3)
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: give (batch, tokens, heads, head dim)")
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ValueError(
+                f"{name} is {x.dtype} on {x.device} but q is {q.dtype} on {q.device}: "
+                f"give q, k and v one dtype and device, e.g. {name}.to(q)"
+            )
+    if q.dtype not in _DTYPES:
+        raise ValueError(f"q has dtype {q.dtype}: give float32, bfloat16, float16 or float64")
+    if k.shape[0] != q.shape[0] or k.shape[2:] != q.shape[2:]:
+        raise ValueError(
+            f"k has shape {tuple(k.shape)} but q {tuple(q.shape)}: batch, heads and head dim must be the same"
+        )
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v has shape {tuple(v.shape)} but k {tuple(k.shape)}: only the last axis may differ"
+        )
+    if 0 in q.shape or 0 in v.shape:
+        raise ValueError(f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: no axis may be empty")
+
+
+def _check_mixing(mixing: torch.Tensor, q: torch.Tensor, query: Partition, key: Partition) -> None:
+    wanted = (query.num_blocks, key.num_blocks)
+    if not mixing.is_floating_point() or mixing.ndim not in (2, 3) or tuple(mixing.shape[-2:]) != wanted:
+        raise ValueError(
+            f"mixing has shape {tuple(mixing.shape)} and dtype {mixing.dtype}: this call has {wanted[0]} query and "
+            f"{wanted[1]} key blocks, so give a float {wanted} or {(q.shape[2], *wanted)} matrix "
+            "(interpolate_mixing carries one over to another block grid)"
+        )
+    if mixing.ndim == 3 and mixing.shape[0] != q.shape[2]:
+        raise ValueError(
+            f"mixing has {mixing.shape[0]} heads but q has {q.shape[2]}: give one matrix or {q.shape[2]}"
+        )
+    if mixing.device != q.device:
+        raise ValueError(
+            f"mixing is on {mixing.device} but q is on {q.device}: move it with mixing.to(q.device)"
+        )
+
+
+def _checked_rope(name: str, rope, x: torch.Tensor):
+    if rope is None:
+        return None
+    wanted = (x.shape[1], x.shape[3] // 2)
+    if x.shape[3] % 2:
+        raise ValueError(
+            f"{name} turns pairs of channels, but the head dim {x.shape[3]} is odd: pass {name}=None"
+        )
+    for part in rope:
+        if tuple(part.shape) != wanted or part.device != x.device:
+            raise ValueError(
+                f"{name} has shape {tuple(part.shape)} on {part.device}: give (cos, sin), "
+                f"each {wanted} (tokens, head dim / 2) on {x.device}"
+            )
+    cos, sin = rope
+    return cos, sin
+
+
+def _partitions(q, k, block_table, grid, block_grid, key_block_table) -> tuple[Partition, Partition]:
+    tokens, key_tokens = q.shape[1], k.shape[1]
+    if block_table is None:
+        if grid is None or block_grid is None:
+            raise ValueError(
+                "no blocks given: pass block_table=block_table(grid, block_grid), or grid= and block_grid="
+            )
+        query = grid_partition(grid, block_grid, tokens, q.device)
+    elif grid is not None or block_grid is not None:
+        raise ValueError("both block_table and grid/block_grid given: pass one of them")
+    else:
+        query = table_partition("block_table", block_table, tokens, q.device)
+    if key_block_table is not None:
+        return query, table_partition("key_block_table", key_block_table, key_tokens, q.device)
+    if key_tokens != tokens:
+        raise ValueError(
+            f"k has {key_tokens} tokens but q has {tokens}: pass key_block_table for the keys' blocks"
+        )
+    return query, query
+
+
+def mhla_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mixing: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+    *,
+    grid: Sequence[int] | None = None,
+    block_grid: Sequence[int] | None = None,
+    key_block_table: torch.Tensor | None = None,
+    feature_map: str = "relu",
+    feature_eps: float = 1e-6,
+    normalizer: str = "paper",
+    denominator_eps: float | None = None,
+    rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    key_rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 1e-6,
+    gate: torch.Tensor | None = None,
+    local: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Multi-head linear attention over blocks of tokens (MHLA, arXiv 2601.07832, Sec. 3).
+
+    Keys and values of each block are summed into a summary and a mass; each query block reads a mixture of them,
+    weighted by its row of `mixing`. The cost is linear in the number of tokens.
+
+    Args:
+        q: `(B, N, H, D)`, float32, bfloat16, float16 or float64.
+        k: `(B, Nk, H, D)`, v: `(B, Nk, H, Dv)`, of q's dtype. D and Dv up to 256 in the Triton kernels.
+        mixing: `(Mq, Mk)` or `(H, Mq, Mk)`, any float dtype, used in float32. Query blocks in rows, key blocks in columns.
+        block_table: `(Mq, n_max)` token ids of each block, each token once, -1 = padding. A table on the CPU is
+            checked once; on a GPU ids outside [0, N) act as padding and tokens in no block yield zeros.
+        grid, block_grid: instead of a table: tokens and blocks on each axis.
+        key_block_table: `(Mk, nk_max)`, blocks of the keys when they are not those of the queries (cross-attention).
+        feature_map: `relu`, phi(x) = relu(x) + feature_eps.
+        normalizer: `paper` divides by phi(q) . z~ + denominator_eps; `none` does not divide; `official` divides as the
+            released DiT code does, by a sum that takes other blocks' queries (equal blocks, Mq = Mk), to run its weights.
+        denominator_eps: 0 for `paper`, 1e-6 for `official` when None.
+        rope: (cos, sin), float32 `(N, D / 2)` each; turns the channel pairs (0, 1), (2, 3), ... of phi(q) and phi(k) in
+            the numerator only. key_rope: the same for the keys, `(Nk, D / 2)`; `rope` when None.
+        norm_weight: `(Dv,)`, per-head RMSNorm of the output with norm_eps.
+        gate: `(B, N, H, Dv)`, multiplied after the norm (already activated). local: added last.
+        backend: `auto` takes Triton on CUDA and plain torch elsewhere (`explain` says why), `triton`, `eager`, `reference`.
+
+    Returns:
+        `(B, N, H, Dv)` in q's dtype. Sums, denominators, norm, gate and local are computed in float32.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit, in one line that says what to pass.
+    """
+    _check_tensors(q, k, v)
+    if feature_map not in FEATURE_MAPS:
+        raise ValueError(f"feature_map={feature_map!r}: choose one of {', '.join(FEATURE_MAPS)}")
+    if normalizer not in NORMALIZERS:
+        raise ValueError(f"normalizer={normalizer!r}: choose one of {', '.join(NORMALIZERS)}")
+    if denominator_eps is None:
+        denominator_eps = 1e-6 if normalizer == "official" else 0.0
+    if feature_eps < 0 or denominator_eps < 0:
+        raise ValueError(f"feature_eps={feature_eps}, denominator_eps={denominator_eps}: both must be >= 0")
+    if normalizer != "none" and feature_eps == 0 and denominator_eps == 0:
+        raise ValueError(
+            "feature_eps=0 with denominator_eps=0: a query without any active feature would be 0/0; "
+            "pass denominator_eps=1e-15 (or a feature_eps)"
+        )
+    if normalizer == "none" and norm_weight is None and q.dtype == torch.float16:
+        raise ValueError(
+            "normalizer='none' in float16 overflows (sums over all tokens exceed 65504): "
+            "pass norm_weight for an output norm, use normalizer='paper', or bfloat16"
+        )
+    query, key = _partitions(q, k, block_table, grid, block_grid, key_block_table)
+    _check_mixing(mixing, q, query, key)
+    if normalizer == "official" and not (query.equal and query.num_blocks == key.num_blocks):
+        raise ValueError(
+            f"normalizer='official' needs equal blocks and as many query as key blocks, here {query.num_blocks} and "
+            f"{key.num_blocks} with up to {query.block_size} of {query.num_tokens} tokens: use normalizer='paper'"
+        )
+    if key_rope is None and rope is not None:
+        key_rope = rope
+    rope, key_rope = _checked_rope("rope", rope, q), _checked_rope("key_rope", key_rope, k)
+    if (rope is None) != (key_rope is None):
+        raise ValueError("key_rope given without rope: pass rope=(cos, sin) for the queries as well")
+    out_shape = (*q.shape[:3], v.shape[-1])
+    if norm_weight is not None and tuple(norm_weight.shape) != out_shape[-1:]:
+        raise ValueError(
+            f"norm_weight has shape {tuple(norm_weight.shape)}: give one weight per channel, {out_shape[-1:]}"
+        )
+    for name, x in (("gate", gate), ("local", local)):
+        if x is not None and tuple(x.shape) != out_shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}: give the output's shape {out_shape}")
+
+    name, reason = choose_backend(backend, q.device, q.dtype, max(q.shape[-1], v.shape[-1]))
+    if backend == "auto" and name == "eager" and q.device.type == "cuda":
+        _warn_once(f"mhla_attention takes the plain torch path on {q.device}: {reason}")
+    options = {"feature_eps": feature_eps, "normalizer": normalizer, "denominator_eps": denominator_eps}
+    if name == "reference":
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        extras = {"norm_weight": norm_weight, "gate": gate, "local": local}
+        extras = {key: None if x is None else x.to(dtype) for key, x in extras.items()}
+        tables = query.with_table(q.device), key.with_table(q.device)
+        out = reference_attention(
+            q.to(dtype), k.to(dtype), v.to(dtype), mixing, *tables,
+            rope=rope, key_rope=key_rope, norm_eps=norm_eps, **extras, **options,
+        )  # fmt: skip
+        return out.to(q.dtype)
+
+    fused = norm_weight is not None or gate is not None or local is not None
+    out_dtype = torch.promote_types(q.dtype, torch.float32) if fused else q.dtype
+    core = _triton_core if name == "triton" else eager_core
+    out = core(q, k, v, mixing, query, key, rope=rope, key_rope=key_rope, out_dtype=out_dtype, **options)
+    return _epilogue(out, norm_weight, norm_eps, gate, local).to(q.dtype) if fused else out
+
+
+def _triton_core(*args, **kwargs) -> torch.Tensor:
+    from .registration import triton_core
+
+    return triton_core(*args, **kwargs)
+
+
+def _epilogue(out: torch.Tensor, norm_weight, norm_eps: float, gate, local) -> torch.Tensor:
+    """Per-head RMSNorm, gate, local branch: in float32, before the one rounding to the model's dtype."""
+    if norm_weight is not None:
+        out = (
+            out * torch.rsqrt(out.square().mean(dim=-1, keepdim=True) + norm_eps) * norm_weight.to(out.dtype)
+        )
+    if gate is not None:
+        out = out * gate.to(out.dtype)
+    if local is not None:
+        out = out + local.to(out.dtype)
+    return out

@@ -1,0 +1,75 @@
+"""Which backend computes a call, and why."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+__all__ = ["BACKENDS", "MAX_HEAD_DIM", "choose_backend", "explain"]
+
+BACKENDS = ("auto", "triton", "eager", "reference")
+MAX_HEAD_DIM = 256
+
+# Read once: Triton itself looks at the variable when kernels are defined, not at each call.
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+
+
+def _why_not_triton(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the Triton kernels cannot take a call, or None when they can."""
+    if not _HAS_TRITON:
+        return "Triton is not installed"
+    if head_dim > MAX_HEAD_DIM:
+        return f"head dim {head_dim} is above the kernels' limit of {MAX_HEAD_DIM}"
+    if _INTERPRETED:
+        if dtype != torch.float32:
+            return f"Triton's interpreter is wrong for {dtype}, it is trusted with torch.float32 only"
+        return None
+    if device.type != "cuda":
+        return f"Triton kernels need a CUDA device, q is on {device}"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"the Triton kernels take float32, bfloat16 and float16, not {dtype}"
+    return None
+
+
+def choose_backend(backend: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[str, str]:
+    """`(name, reason)`; raises ValueError for an unknown backend or a Triton request that cannot be met."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: choose one of {', '.join(BACKENDS)}")
+    if backend in ("eager", "reference"):
+        return backend, "asked for"
+    obstacle = _why_not_triton(device, dtype, head_dim)
+    if backend == "triton":
+        if obstacle is not None:
+            raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='auto' or 'eager'")
+        return "triton", "asked for"
+    if obstacle is not None:
+        return "eager", obstacle
+    if device.type != "cuda":
+        return "eager", f"q is on {device}, where plain torch is the fast path"
+    return "triton", f"q is on {device}"
+
+
+def explain(
+    q_or_device: torch.Tensor | torch.device | str,
+    *,
+    backend: str = "auto",
+    dtype: torch.dtype | None = None,
+    head_dim: int | None = None,
+) -> str:
+    """One line: the backend `mhla_attention` would take, and why.
+
+    Args:
+        q_or_device: the query tensor (its device, dtype and head dim count), or only a device.
+        backend, dtype, head_dim: as in the call; dtype is float32 and head_dim 64 when nothing is known.
+    """
+    if isinstance(q_or_device, torch.Tensor):
+        device = q_or_device.device
+        dtype = q_or_device.dtype if dtype is None else dtype
+        head_dim = q_or_device.shape[-1] if head_dim is None else head_dim
+    else:
+        device = torch.device(q_or_device)
+    name, reason = choose_backend(backend, device, dtype or torch.float32, head_dim or 64)
+    return f"{name}: {reason}"

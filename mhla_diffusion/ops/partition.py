@@ -1,0 +1,106 @@
+"""How the tokens of one side (queries or keys) are cut into blocks, in the form the backends use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..blocks import block_table, check_block_table, effective_block_grid
+
+__all__ = ["Partition", "grid_partition", "table_partition"]
+
+# Tables that passed the check, by identity: table -> (tensor version, number of tokens).
+_CHECKED = WeakIdKeyDictionary()
+
+
+class Partition(NamedTuple):
+    """One side's blocks.
+
+    table: `(M, n_max)` token ids, -1 = padding. None when the blocks are even and only views are needed.
+    num_blocks, block_size: M and n_max.
+    num_tokens: N of this side.
+    grid, block_grid: set when every axis divides evenly, so that blocks are views of the token axis.
+    equal: all blocks have the same number of tokens, nothing is padded.
+    trusted: every token is known to appear exactly once. False for a table on an accelerator, whose values are never
+        read by the host: there padding is assumed, and tokens in no block yield zeros.
+    """
+
+    table: torch.Tensor | None
+    num_blocks: int
+    block_size: int
+    num_tokens: int
+    grid: tuple[int, ...] | None
+    block_grid: tuple[int, ...] | None
+    equal: bool
+    trusted: bool
+
+    @property
+    def even(self) -> bool:
+        return self.grid is not None
+
+    @property
+    def padded(self) -> bool:
+        """Whether slots may be padding and must be masked."""
+        return not (self.equal and self.trusted)
+
+    def with_table(self, device: torch.device) -> torch.Tensor:
+        """The table, built (and cached) for an even grid."""
+        return self.table if self.table is not None else block_table(self.grid, self.block_grid, device)
+
+
+def grid_partition(
+    grid: Sequence[int], block_grid: Sequence[int], num_tokens: int, device: torch.device
+) -> Partition:
+    """Blocks of a whole token grid. Raises ValueError when the grid does not hold `num_tokens` tokens."""
+    blocks = effective_block_grid(grid, block_grid)
+    grid = tuple(grid)
+    if math.prod(grid) != num_tokens:
+        raise ValueError(
+            f"grid {grid} holds {math.prod(grid)} tokens but q has {num_tokens}: give the token grid of this call"
+        )
+    even = all(length % count == 0 for length, count in zip(grid, blocks, strict=True))
+    size = math.prod(-(-length // count) for length, count in zip(grid, blocks, strict=True))
+    table = None if even else block_table(grid, blocks, device)
+    return Partition(
+        table,
+        math.prod(blocks),
+        size,
+        num_tokens,
+        grid if even else None,
+        blocks if even else None,
+        even,
+        True,
+    )
+
+
+def table_partition(name: str, table: torch.Tensor, num_tokens: int, device: torch.device) -> Partition:
+    """Blocks given as a table of token ids.
+
+    A table on the CPU is checked once (again after it was written to); one on an accelerator is not read.
+    """
+    if table.ndim != 2 or table.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{name} has shape {tuple(table.shape)} and dtype {table.dtype}: give an int64 (M, n_max) table of token "
+            "ids with -1 as padding, e.g. block_table(grid, block_grid)"
+        )
+    if table.device != device:
+        raise ValueError(f"{name} is on {table.device} but q is on {device}: pass {name}.to(q.device)")
+    if table.numel() < num_tokens:
+        raise ValueError(
+            f"{name} of shape {tuple(table.shape)} has room for {table.numel()} tokens but there are {num_tokens}: "
+            "build it for the grid of this call, block_table(grid, block_grid)"
+        )
+    trusted = False
+    if table.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Tensors made under inference mode carry no version: they are checked on each call.
+        stamp = None if table.is_inference() else (table._version, num_tokens)
+        if stamp is None or _CHECKED.get(table) != stamp:
+            check_block_table(table, num_tokens)
+            _CHECKED[table] = stamp
+        trusted = True
+    blocks, size = table.shape
+    return Partition(table, blocks, size, num_tokens, None, None, table.numel() == num_tokens, trusted)
