@@ -1,0 +1,272 @@
+"""The self-attention modules that are put into the models, and their stateless processors.
+
+A module keeps the names of the stock attention (`to_q, to_k, to_v, to_out.0, norm_q, norm_k`), so checkpoints, LoRA and
+quantisation go on working, and holds every new weight: `mixing`, and by option `to_gate`, `local_conv`, `norm_out`.
+A processor holds none. The token grid is an argument of `forward`: no hook, context or state carries it.
+
+Shape names: B batch, N tokens, C channels, H heads, D channels of a head, M blocks.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_processor import Attention
+from torch import nn
+
+from .blocks import effective_block_grid
+from .mixing import BlockMixing
+from .ops import mhla_attention
+
+# SiLU(GATE_SHIFT) = 1: a gate whose projection is zero leaves the output as it is, and weight decay pulls it there.
+GATE_SHIFT = 1.2784645
+
+
+class OutputScale(nn.Module):
+    """The weight of the per-head RMSNorm behind the read-out; `forward()` returns it `(D,)` for the fused operator."""
+
+    def __init__(self, head_dim: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(head_dim))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.fill_(1.0)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+class NeutralLinear(nn.Linear):
+    """A linear layer that starts at zero."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.zero_()
+        self.bias.zero_()
+
+
+class NeutralConv2d(nn.Conv2d):
+    """A convolution that starts at zero."""
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.weight.zero_()
+        self.bias.zero_()
+
+
+class SanaSelfAttention(Attention):
+    """Projections, gate and local convolution of a SANA self-attention; the subclasses add the core.
+
+    Args:
+        query_dim: channels C of the tokens.
+        heads, dim_head: H and D.
+        qk_norm, dropout, bias: as in the stock `Attention`.
+        gate: multiply the core's output by `SiLU(to_gate(x) + 1.2784645)`; 1 at first.
+        local_conv: odd kernel size of a depthwise convolution on V, added behind the gate; 0 at first. None: off.
+    """
+
+    _processor_class: type
+    # New modules by name; each has `reset_parameters`, which writes its documented start.
+    _new_modules = ("to_gate", "local_conv")
+
+    def __init__(
+        self,
+        query_dim: int,
+        heads: int,
+        dim_head: int,
+        *,
+        qk_norm: str | None = None,
+        dropout: float = 0.0,
+        bias: bool = False,
+        gate: bool = False,
+        local_conv: int | None = None,
+    ):
+        super().__init__(
+            query_dim=query_dim,
+            heads=heads,
+            dim_head=dim_head,
+            kv_heads=heads if qk_norm is not None else None,
+            qk_norm=qk_norm,
+            dropout=dropout,
+            bias=bias,
+            processor=self._processor_class(),
+        )
+        if local_conv is not None and (type(local_conv) is not int or local_conv < 1 or local_conv % 2 == 0):
+            raise ValueError(f"local_conv={local_conv!r}: give an odd kernel size such as 3, or None for no convolution")
+        inner_dim = heads * dim_head
+        self.to_gate = NeutralLinear(query_dim, inner_dim) if gate else None
+        self.local_conv = (
+            NeutralConv2d(inner_dim, inner_dim, local_conv, padding=local_conv // 2, groups=inner_dim)
+            if local_conv
+            else None
+        )
+
+    def adopt(self, stock: Attention) -> "SanaSelfAttention":
+        """Use the projections and norms of a stock attention (the very modules) in place of the own ones."""
+        for name in ("to_q", "to_k", "to_v", "to_out", "norm_q", "norm_k"):
+            setattr(self, name, getattr(stock, name))
+        return self
+
+    def new_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Name and module of everything that a stock attention lacks."""
+        for name in self._new_modules:
+            module = getattr(self, name)
+            if module is not None:
+                yield name, module
+
+    def set_processor(self, processor) -> None:
+        """Set the processor; raises ValueError on a foreign one, which would silently replace MHLA."""
+        if not isinstance(processor, self._processor_class):
+            raise ValueError(
+                f"{type(self).__name__} takes a {self._processor_class.__name__} only, got a "
+                f"{type(processor).__name__}: use restore(model) to go back to the stock attention, or "
+                "set_attn_processor with a dict that leaves attn1 as it is"
+            )
+        super().set_processor(processor)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        grid: tuple[int, int],
+    ) -> torch.Tensor:
+        """Self-attention of tokens `(B, N, C)` in raster order on `grid` = (rows, columns), N = rows * columns.
+
+        Raises ValueError when `encoder_hidden_states` or `attention_mask` is given: neither has a meaning here.
+        """
+        if encoder_hidden_states is not None or attention_mask is not None:
+            raise ValueError(
+                f"{type(self).__name__} is a self-attention over whole blocks: it takes neither "
+                "encoder_hidden_states nor attention_mask"
+            )
+        return self.processor(self, hidden_states, grid=grid)
+
+    def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, each `(B, N, H, D)`."""
+        query, key, value = self.to_q(hidden_states), self.to_k(hidden_states), self.to_v(hidden_states)
+        if self.norm_q is not None:
+            query = self.norm_q(query)
+        if self.norm_k is not None:
+            key = self.norm_k(key)
+        return tuple(x.unflatten(-1, (self.heads, -1)) for x in (query, key, value))
+
+    def gate_of(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """What the core's output is multiplied by, `(B, N, H, D)`; None without a gate."""
+        if self.to_gate is None:
+            return None
+        return F.silu(self.to_gate(hidden_states) + GATE_SHIFT).unflatten(-1, (self.heads, -1))
+
+    def local_of(self, value: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor | None:
+        """What the local convolution of V `(B, N, H, D)` adds, in the same shape; None without one."""
+        if self.local_conv is None:
+            return None
+        image = value.flatten(2).transpose(1, 2).unflatten(-1, grid)  # (B, H*D, rows, columns)
+        return self.local_conv(image).flatten(2).transpose(1, 2).unflatten(-1, (self.heads, -1))
+
+    def project_out(self, output: torch.Tensor) -> torch.Tensor:
+        """Output projection and dropout: `(B, N, H, D)` -> `(B, N, C)`."""
+        hidden_states = self.to_out[1](self.to_out[0](output.flatten(2)))
+        if hidden_states.dtype == torch.float16:  # an overflow here would be an infinity in every later layer
+            hidden_states = hidden_states.clamp(-65504, 65504)
+        return hidden_states
+
+
+class MHLASanaAttnProcessor:
+    """Runs `mhla_attention` on the weights of an `MHLASanaAttention`; holds nothing itself."""
+
+    def __call__(self, attn: "MHLASanaAttention", hidden_states: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+        query, key, value = attn.project(hidden_states)
+        block_grid = effective_block_grid(grid, attn.block_grid)
+        output = mhla_attention(
+            query,
+            key,
+            value,
+            attn.mixing(block_grid),
+            grid=grid,
+            block_grid=block_grid,
+            feature_eps=attn.feature_eps,
+            normalizer=attn.normalizer,
+            denominator_eps=attn.denominator_eps,
+            norm_weight=attn.norm_out() if attn.norm_out is not None else None,
+            gate=attn.gate_of(hidden_states),
+            local=attn.local_of(value, grid),
+            backend=attn.backend,
+        )
+        return attn.project_out(output)
+
+
+class SoftmaxSanaAttnProcessor:
+    """Softmax attention with the same gate and local convolution, for comparisons; holds no weights."""
+
+    # `model.set_attention_backend("flash")` looks for this attribute and sets it.
+    _attention_backend = None
+
+    def __call__(
+        self, attn: "SoftmaxSanaAttention", hidden_states: torch.Tensor, grid: tuple[int, int]
+    ) -> torch.Tensor:
+        query, key, value = attn.project(hidden_states)
+        output = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
+        gate, local = attn.gate_of(hidden_states), attn.local_of(value, grid)
+        if gate is not None:
+            output = output * gate
+        if local is not None:
+            output = output + local
+        return attn.project_out(output)
+
+
+class MHLASanaAttention(SanaSelfAttention):
+    """Multi-head linear attention over token blocks (arXiv 2601.07832, Sec. 3) in SANA's self-attention slot.
+
+    Args (besides those of `SanaSelfAttention`):
+        block_grid: blocks per axis, (rows, columns). M is their product. A grid with fewer tokens than blocks on an
+            axis uses one block per token there, with the mixing matrix interpolated.
+        feature_eps, normalizer, denominator_eps: see `mhla_attention`.
+        norm_out: RMSNorm of each head's output, with one weight `(D,)` for all heads.
+        mixing_init, mixing_normalization, mixing_learnable: see `BlockMixing`.
+        per_head_mixing: one matrix for each head, `(H, M, M)`, instead of one `(M, M)`.
+    """
+
+    _processor_class = MHLASanaAttnProcessor
+    _new_modules = ("mixing", "to_gate", "local_conv", "norm_out")
+
+    def __init__(
+        self,
+        query_dim: int,
+        heads: int,
+        dim_head: int,
+        *,
+        block_grid: tuple[int, int],
+        feature_eps: float = 1e-6,
+        normalizer: str = "paper",
+        denominator_eps: float | None = None,
+        norm_out: bool = False,
+        mixing_init: str = "linear",
+        mixing_normalization: str = "row",
+        mixing_learnable: bool = True,
+        per_head_mixing: bool = False,
+        **common,
+    ):
+        super().__init__(query_dim, heads, dim_head, **common)
+        self.block_grid = tuple(block_grid)
+        self.feature_eps = feature_eps
+        self.normalizer = normalizer
+        self.denominator_eps = denominator_eps
+        self.backend = "auto"
+        self.mixing = BlockMixing(
+            self.block_grid,
+            num_heads=heads if per_head_mixing else None,
+            init=mixing_init,
+            normalization=mixing_normalization,
+            learnable=mixing_learnable,
+        )
+        self.norm_out = OutputScale(dim_head) if norm_out else None
+
+
+class SoftmaxSanaAttention(SanaSelfAttention):
+    """Softmax attention in SANA's self-attention slot: the comparison partner of `MHLASanaAttention`."""
+
+    _processor_class = SoftmaxSanaAttnProcessor

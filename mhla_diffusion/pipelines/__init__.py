@@ -1,0 +1,1 @@
+"""Subclasses of the stock Diffusers pipelines, only where they add behaviour."""

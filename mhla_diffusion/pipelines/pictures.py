@@ -1,0 +1,115 @@
+"""Pictures on disk: PNG with its settings inside and a JSON beside it, and contact sheets of them."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+
+# Name of the PNG text chunk that holds the settings as JSON.
+SETTINGS_KEY = "mhla_diffusion"
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+    """Call `write(file)` on a new file that takes the place of `path` only once it is complete."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(part, "wb") as file:
+            write(file)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def save_picture(image: Image.Image, path: Path, settings: dict[str, Any]) -> None:
+    """Write `path` (a PNG with `settings` inside) and the same settings as JSON beside it.
+
+    The PNG is written last and each file appears whole or not at all, so a PNG that exists is finished.
+    """
+    text = json.dumps(settings, ensure_ascii=False, indent=2)
+    chunk = PngInfo()
+    chunk.add_itxt(SETTINGS_KEY, json.dumps(settings, ensure_ascii=False))
+    write_atomically(path.with_suffix(".json"), lambda file: file.write(f"{text}\n".encode()))
+    write_atomically(path, lambda file: image.save(file, format="PNG", pnginfo=chunk))
+
+
+def read_settings(path: Path) -> dict[str, Any] | None:
+    """Settings embedded in a PNG, or None if it has none or cannot be read."""
+    try:
+        with Image.open(path) as image:
+            settings = json.loads(image.info[SETTINGS_KEY])
+    except (
+        OSError,
+        SyntaxError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ):  # Pillow raises SyntaxError for a broken PNG
+        return None
+    return settings if isinstance(settings, dict) else None
+
+
+def slug(text: str, length: int = 40) -> str:
+    """Lower-case part of a file name: ASCII letters and digits joined by hyphens, "picture" if none."""
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    kept = words[:1]
+    for word in words[1:]:
+        if len("-".join([*kept, word])) > length:
+            break
+        kept.append(word)
+    return "-".join(kept)[:length] or "picture"
+
+
+def contact_sheet(
+    images: Sequence[Image.Image | None],
+    captions: Sequence[str],
+    *,
+    columns: int = 4,
+    cell: int = 160,
+) -> Image.Image:
+    """One RGB picture with every image in a `cell` px square and its caption under it, row by row.
+
+    None leaves a grey square, for a picture that could not be drawn.
+    """
+    if len(images) != len(captions) or not images:
+        raise ValueError(
+            f"a contact sheet needs a caption per picture: {len(images)} and {len(captions)} given"
+        )
+    if columns < 1:
+        raise ValueError(f"columns is {columns}; a contact sheet needs at least 1")
+    columns = min(columns, len(images))
+    font = ImageFont.load_default(size=12)
+    gap, lines = 8, 3
+    step = (cell + gap, cell + 15 * lines + gap)
+    rows = math.ceil(len(images) / columns)
+    sheet = Image.new("RGB", (columns * step[0] + gap, rows * step[1] + gap), "white")
+    draw = ImageDraw.Draw(sheet)
+    for index, (image, caption) in enumerate(zip(images, captions, strict=True)):
+        left, top = gap + index % columns * step[0], gap + index // columns * step[1]
+        if image is None:
+            draw.rectangle((left, top, left + cell - 1, top + cell - 1), fill="lightgrey")
+        else:
+            scale = cell / max(image.size)
+            size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+            fitted = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+            sheet.paste(fitted, (left + (cell - size[0]) // 2, top + (cell - size[1]) // 2))
+        for number, line in enumerate(wrap(caption, lambda text: draw.textlength(text, font), cell)[:lines]):
+            draw.text((left, top + cell + 2 + 15 * number), line, fill="black", font=font)
+    return sheet
+
+
+def wrap(text: str, measure: Callable[[str], float], width: float) -> list[str]:
+    """Lines of whole words, each at most `width` wide unless a single word is wider."""
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and measure(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines
