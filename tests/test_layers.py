@@ -13,10 +13,12 @@ RANK = {
     "blocks": 0,
     "mixing": 0,
     "weights": 0,
+    "provenance": 0,
     "ops": 1,
     "attention": 2,
     "models": 3,
     "pipelines": 4,
+    "loading": 4,
     "training": 5,
     "evaluation": 5,
     "environment": 6,
@@ -67,7 +69,7 @@ def test_a_part_imports_only_its_own_rank_and_below(path):
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in SOURCES if part_of(path) in ("blocks", "mixing", "weights", "ops")],
+    [path for path in SOURCES if part_of(path) in ("blocks", "mixing", "weights", "provenance", "ops")],
     ids=lambda path: path.relative_to(PACKAGE).as_posix(),
 )
 def test_the_foundation_imports_only_torch_and_triton(path):

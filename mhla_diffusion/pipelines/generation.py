@@ -1,144 +1,213 @@
 """Pictures from a list of prompts: what is done is skipped, and one bad prompt does not lose the others."""
 
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
+from tqdm import tqdm
 
-from mhla_diffusion.pipelines.pictures import read_settings, save_picture, slug, write_atomically
+from mhla_diffusion.pipelines.pictures import contact_sheet, read_settings, save_picture, write_atomically
+from mhla_diffusion.pipelines.requests import (
+    DTYPES,
+    Request,
+    check_numbers,
+    check_size,
+    check_writable,
+    choose_device,
+    choose_dtype,
+    match_seeds,
+)
+from mhla_diffusion.provenance import versions
 from mhla_diffusion.weights import DEFAULT_PIPELINE, find_pipeline, fingerprint
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MAX_SEED = 2**63 - 1
-
-
-@dataclass(frozen=True)
-class Request:
-    """One picture that is asked for; None means the pipeline's default."""
-
-    index: int
-    prompt: str
-    seed: int
-    steps: int | None = None
-    guidance: float | None = None
-    height: int | None = None
-    width: int | None = None
-    dtype: str = "float32"
-
-    @property
-    def file_name(self) -> str:
-        return f"{self.index:04d}_{slug(self.prompt)}_{self.seed}.png"
-
-    def differences(self, settings: dict[str, Any], pipeline_sha256: str) -> list[str]:
-        """In what the picture that has these settings differs from the one asked for here."""
-        defaults = settings.get("defaults", {})
-        asked = {
-            name: defaults.get(name) if getattr(self, name) is None else getattr(self, name)
-            for name in ("prompt", "seed", "steps", "guidance", "height", "width", "dtype")
-        }
-        found = [
-            f"{name} {settings.get(name)!r} there, {value!r} asked"
-            for name, value in asked.items()
-            if settings.get(name) != value
-        ]
-        return found + (["other weights"] if settings.get("pipeline_sha256") != pipeline_sha256 else [])
+# What one picture can fail with without the others being at fault: its values, memory, numbers that blew up.
+PICTURE_FAULTS = (ValueError, RuntimeError, ArithmeticError)
 
 
 @dataclass
 class Report:
-    """What became of each prompt: paths drawn now, paths that were there already, and reasons for failures."""
+    """What became of each prompt, by its index: path drawn now, path that was there already, or reason."""
 
-    out: Path
-    drawn: list[Path] = field(default_factory=list)
-    skipped: list[Path] = field(default_factory=list)
-    failed: dict[int, str] = field(default_factory=dict)  # index of the prompt -> reason
+    drawn: dict[int, Path] = field(default_factory=dict)
+    skipped: dict[int, Path] = field(default_factory=dict)
+    failed: dict[int, str] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        parts = [
+            f"{len(self.drawn)} drawn",
+            f"{len(self.skipped)} there already",
+            f"{len(self.failed)} failed",
+        ]
+        return ", ".join(part for part in parts if not part.startswith("0 ")) or "nothing to do"
 
 
-def read_prompts(path: str | os.PathLike) -> list[str]:
-    """Prompts of a UTF-8 text file, one a line. Empty lines at the end are dropped, those between are kept.
+def generate(
+    prompts: Sequence[str],
+    *,
+    pipeline: str | os.PathLike = DEFAULT_PIPELINE,
+    seeds: Sequence[int] = (0,),
+    steps: int | None = None,
+    guidance: float | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    out: str | os.PathLike = "outputs",
+    batch_size: int = 4,
+    device: str = "auto",
+    dtype: str = "auto",
+    overwrite: bool = False,
+    sheet: str | os.PathLike | None = None,
+    columns: int = 4,
+) -> Report:
+    """Draw one picture per prompt into the folder `out`, as `NNNN_<words>_<seed>.png` with a JSON beside it.
 
-    A kept empty line fails by itself later, so that the others keep their index and their seed.
-    Raises ValueError when the file cannot be read or holds no prompt.
+    The noise of a picture depends on its seed only (a CPU generator), not on its batch or the device. A
+    picture that is there with the same settings is skipped; one with other settings is replaced only by
+    `overwrite`.
+    An empty prompt, or one that fails while it is drawn, is reported and the others are drawn.
+
+    Raises ValueError, before anything is computed or written, for settings that cannot be met.
     """
+    out = Path(out)
+    check_numbers(steps, guidance, batch_size)
+    if not any(prompt.strip() for prompt in prompts):
+        raise ValueError('no prompt given: for example mhla generate "a 3D emoji of a red apple"')
+    seeds = match_seeds(seeds, len(prompts))
+    check_writable(out, "--out")
+    if sheet is not None:
+        check_writable(Path(sheet).parent, "--sheet")
+        if Path(sheet).is_dir() or columns < 1:
+            raise ValueError(
+                f"--sheet {sheet} --columns {columns}: give the name of a PNG file and at least 1 column"
+            )
+    chosen_device = choose_device(device)
+    chosen_dtype = choose_dtype(dtype, chosen_device)
+    folder = find_pipeline(pipeline)
+    sha256 = fingerprint(folder)
+
+    report = Report()
+    pending = []
+    for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        request = Request(index, prompt.strip(), seed, steps, guidance, height, width, chosen_dtype)
+        path = out / request.file_name
+        if not request.prompt:
+            report.failed[index] = "the prompt is empty"
+        elif overwrite or not path.exists():
+            pending.append(request)
+        else:
+            settings = read_settings(path)
+            found = request.differences(settings, sha256) if settings else ["no settings in it"]
+            if found:
+                raise ValueError(
+                    f"{path} is another picture ({', '.join(found)}): use --overwrite or another --out"
+                )
+            report.skipped[index] = path
+
+    if pending:
+        painter = Painter(folder, sha256, chosen_device, chosen_dtype)
+        painter.check(height, width, steps)
+        out.mkdir(parents=True, exist_ok=True)
+        with tqdm(total=len(pending), unit="picture") as bar:
+            for start in range(0, len(pending), batch_size):
+                draw_batch(painter, pending[start : start + batch_size], out, report)
+                bar.update(len(pending[start : start + batch_size]))
+    if sheet is not None:
+        paths = report.drawn | report.skipped
+        write_sheet(Path(sheet), [paths.get(index) for index in range(len(prompts))], prompts, columns)
+    return report
+
+
+def draw_batch(painter: "Painter", requests: Sequence[Request], out: Path, report: Report) -> None:
+    """Draw and save the requests together; if that fails, one by one, so that only the bad ones are lost."""
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 text ({error.reason}): save it as UTF-8, one prompt a line"
-        ) from None
-    except OSError as error:
-        raise ValueError(f"cannot read the prompt file {path} ({error.strerror}): give a text file") from None
-    prompts = [line.strip() for line in lines]
-    while prompts and not prompts[-1]:
-        prompts.pop()
-    if not prompts:
-        raise ValueError(f"the prompt file {path} is empty: write one prompt a line into it")
-    return prompts
+        images = painter.draw(requests)
+    except PICTURE_FAULTS as error:
+        if len(requests) == 1:
+            report.failed[requests[0].index] = " ".join(str(error).split()) or type(error).__name__
+            return
+        for request in requests:
+            draw_batch(painter, [request], out, report)
+        return
+    for request, image in zip(requests, images, strict=True):
+        path = out / request.file_name
+        save_picture(image, path, painter.settings(request))
+        report.drawn[request.index] = path
 
 
-def match_seeds(seeds: Sequence[int], count: int) -> list[int]:
-    """One seed per prompt: a single one serves all, otherwise there are as many as prompts."""
-    for seed in seeds:
-        if not 0 <= seed <= MAX_SEED:
-            raise ValueError(f"seed {seed} is out of range: give a number from 0 to {MAX_SEED}")
-    if len(seeds) == 1:
-        return list(seeds) * count
-    if len(seeds) != count:
-        raise ValueError(
-            f"{len(seeds)} seeds for {count} prompts: give one seed for all, or {count} "
-            "(an empty line between prompts counts)"
-        )
-    return list(seeds)
+class Painter:
+    """A loaded pipeline that draws requests and knows the full settings of what it drew."""
+
+    def __init__(self, folder: Path, sha256: str, device: torch.device, dtype: str):
+        from mhla_diffusion.loading import load_pipeline
+
+        self.folder, self.sha256, self.device, self.dtype = folder, sha256, device, dtype
+        self.pipe = load_pipeline(folder, torch_dtype=DTYPES[dtype]).to(device)
+        self.pipe.set_progress_bar_config(desc="steps", leave=False, position=1, disable=None)
+        self.defaults = call_defaults(self.pipe)
+
+    def check(self, height: int | None, width: int | None, steps: int | None) -> None:
+        """Raise ValueError unless the pipeline can draw pictures of this size in this many steps."""
+        patch = getattr(self.pipe.transformer.config, "patch_size", 1)
+        check_size(height, width, self.pipe.vae_scale_factor * patch)
+        longest = self.pipe.scheduler.config.num_train_timesteps
+        if steps is not None and steps > longest:
+            raise ValueError(f"steps is {steps}: the scheduler has {longest}, for example --steps 20")
+
+    def draw(self, requests: Sequence[Request]) -> list[Image.Image]:
+        """One picture per request; all have the same size, steps and guidance."""
+        values = self.values(requests[0])
+        return self.pipe(
+            prompt=[request.prompt for request in requests],
+            num_inference_steps=values["steps"],
+            guidance_scale=values["guidance"],
+            height=values["height"],
+            width=values["width"],
+            generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
+            callback_on_step_end=check_finite,
+        ).images
+
+    def values(self, request: Request) -> dict[str, Any]:
+        asked = {name: getattr(request, name) for name in self.defaults}
+        return {name: self.defaults[name] if value is None else value for name, value in asked.items()}
+
+    def settings(self, request: Request) -> dict[str, Any]:
+        """Everything that decides the picture, and where it was drawn, as JSON values."""
+        on_gpu = self.device.type == "cuda"
+        return {
+            "prompt": request.prompt,
+            "seed": request.seed,
+            **self.values(request),
+            "dtype": self.dtype,
+            "defaults": self.defaults,
+            "pipeline": self.folder.resolve().name,
+            "pipeline_class": type(self.pipe).__name__,
+            "pipeline_sha256": self.sha256,
+            "scheduler": type(self.pipe.scheduler).__name__,
+            "flow_shift": self.pipe.scheduler.config.get("flow_shift"),
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else self.device.type,
+            "versions": versions(("mhla_diffusion", "torch", "diffusers", "transformers")),
+        }
 
 
-def check_out_folder(out: Path) -> None:
-    """Raise ValueError unless pictures can be written into `out`; makes nothing."""
-    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise ValueError(f"cannot write into {out}: {existing} is a file; give another folder with --out")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"cannot write into {out}: no permission in {existing}; give another folder with --out"
-        )
+def check_finite(pipe, step: int, timestep, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Step callback that stops a picture whose latents are no longer numbers, instead of drawing it black."""
+    if not torch.isfinite(tensors["latents"]).all():
+        raise FloatingPointError(f"the latents are not finite after step {step + 1}; try --dtype float32")
+    return tensors
 
 
-def check_numbers(steps: int | None, guidance: float | None, batch_size: int) -> None:
-    """Raise ValueError for numbers that no pipeline can use."""
-    if steps is not None and steps < 1:
-        raise ValueError(f"steps is {steps}: give a whole number of at least 1, for example --steps 20")
-    if guidance is not None and not (math.isfinite(guidance) and guidance >= 0):
-        raise ValueError(
-            f"guidance is {guidance}: give a finite number of at least 0, for example --guidance 4.5"
-        )
-    if batch_size < 1:
-        raise ValueError(
-            f"batch size is {batch_size}: give a whole number of at least 1, for example --batch-size 4"
-        )
-
-
-def choose_device(device: str) -> torch.device:
-    """The device named, or for "auto" CUDA where there is one and else the CPU."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:0") from None
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device {device} is not there ({torch.cuda.device_count()} CUDA devices): give cpu or auto"
-        )
-    return chosen
-
-
-def choose_dtype(dtype: str, device: torch.device) -> str:
-    """Name of the dtype asked for, or for "auto" bfloat16 on CUDA and float32 elsewhere."""
-    if dtype == "auto":
-        return "bfloat16" if device.type == "cuda" else "float32"
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}: give auto, {', '.join(DTYPES)}")
-    return dtype
+def write_sheet(path: Path, pictures: Sequence[Path | None], captions: Sequence[str], columns: int) -> None:
+    """Write a contact sheet of pictures on disk; None leaves its square empty."""
+    images = []
+    for picture in pictures:
+        if picture is None:
+            images.append(None)
+        else:
+            with Image.open(picture) as image:
+                images.append(image.convert("RGB"))
+    drawn = contact_sheet(images, captions, columns=columns)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda file: drawn.save(file, format="PNG"))

@@ -1,0 +1,215 @@
+"""The command `mhla`. Each subcommand checks what was typed and calls the library, which does the work.
+
+Exit status: 0 done; 1 some prompts failed, the others are drawn; 2 a mistake in what was typed, nothing was
+done; 130 interrupted. Heavy modules are imported only by the subcommand that needs them.
+"""
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from mhla_diffusion.weights import DEFAULT_PIPELINE
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose complaints are one line and name the nearest option."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+    def parse_args(self, args=None, namespace=None):
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            chosen = getattr(parsed, "parser", self)
+            if not unknown[0].startswith("-"):
+                chosen.error(f"unexpected {unknown[0]!r}: put what has no option before the first option")
+            near = difflib.get_close_matches(unknown[0].split("=")[0], chosen._option_string_actions, n=1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            chosen.error(f"unknown option {unknown[0]}{hint}")
+        return parsed
+
+
+def number_list(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number or numbers joined by commas") from None
+
+
+def layer_choice(text: str) -> str | list[int]:
+    return text if text == "all" else number_list(text)
+
+
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="mhla", description="Diffusion transformers with multi-head linear attention."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=OneLineParser)
+    add_generate(commands)
+    add_env(commands)
+    add_train(commands)
+    add_convert(commands)
+    return parser
+
+
+def add_command(commands, name: str, run, summary: str, epilog: str | None = None) -> OneLineParser:
+    parser = commands.add_parser(name, help=summary, description=summary, epilog=epilog)
+    parser.add_argument("--traceback", action="store_true", help="on an error show where it arose")
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def add_generate(commands) -> None:
+    parser = add_command(
+        commands,
+        "generate",
+        run_generate,
+        "Draw a picture for each prompt.",
+        "Every PNG carries its settings, and a JSON with the same lies beside it. Pictures that are there "
+        "already with the same settings are skipped. Exit status 1 if some prompts failed, the others drawn.",
+    )
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="what to draw")
+    add("--prompts", dest="prompt_file", metavar="FILE", help="text file with one prompt a line")
+    add("--pipeline", default=DEFAULT_PIPELINE, help="folder or name of a pipeline (default: %(default)s)")
+    add("--seed", "--seeds", dest="seeds", type=number_list, default=[0], metavar="N[,N...]",
+        help="one seed for all prompts or one per prompt, joined by commas (default: 0)")  # fmt: skip
+    add("--steps", type=int, help="denoising steps (default: the pipeline's)")
+    add("--guidance", type=float, help="classifier-free guidance scale (default: the pipeline's)")
+    add("--height", type=int, help="pixels (default: the pipeline's)")
+    add("--width", type=int, help="pixels (default: the pipeline's)")
+    add("--out", default="outputs", metavar="FOLDER", help="where the pictures go (default: %(default)s)")
+    add("--batch-size", type=int, default=4, help="pictures drawn at a time (default: %(default)s)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
+    add("--overwrite", action="store_true", help="draw again what is there already")
+    add("--sheet", metavar="FILE", help="also write a contact sheet (PNG) of all pictures")
+    add("--columns", type=int, default=4, help="columns of the contact sheet (default: %(default)s)")
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    from mhla_diffusion.pipelines.generation import generate, read_prompts
+
+    if bool(args.prompts) == bool(args.prompt_file):
+        raise ValueError('give either prompts or a file of them: mhla generate "a 3D emoji of a red apple"')
+    prompts = read_prompts(args.prompt_file) if args.prompt_file else args.prompts
+    report = generate(
+        prompts,
+        pipeline=args.pipeline,
+        seeds=args.seeds,
+        steps=args.steps,
+        guidance=args.guidance,
+        height=args.height,
+        width=args.width,
+        out=args.out,
+        batch_size=args.batch_size,
+        device=args.device,
+        dtype=args.dtype,
+        overwrite=args.overwrite,
+        sheet=args.sheet,
+        columns=args.columns,
+    )
+    print(report.summary())
+    for index, reason in report.failed.items():
+        print(f"mhla: prompt {index} failed: {reason}", file=sys.stderr)
+    return 1 if report.failed else 0
+
+
+def add_env(commands) -> None:
+    parser = add_command(
+        commands, "env", run_env, "Print versions, device, attention backend and weights found."
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def run_env(args: argparse.Namespace) -> int:
+    from mhla_diffusion.environment import as_text, describe_environment
+
+    facts = describe_environment()
+    print(json.dumps(facts, indent=2) if args.json else as_text(facts))
+    return 0
+
+
+def add_train(commands) -> None:
+    parser = add_command(commands, "train", run_train, "Train by a recipe (TOML), or go on with a run.")
+    parser.add_argument("recipe", metavar="RECIPE", help="for example train/recipes/<name>.toml")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="values that take the place of the recipe's, for example train.steps=10",
+    )
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|none|PATH",
+        help="go on from the newest checkpoint, from none, or from this one (default: %(default)s)",
+    )
+
+
+def run_train(args: argparse.Namespace) -> int:
+    from mhla_diffusion.training import run
+
+    for override in args.overrides:
+        if "=" not in override:
+            raise ValueError(f"--set takes KEY=VALUE, not {override!r}")
+    run(args.recipe, args.overrides, args.resume)
+    return 0
+
+
+def add_convert(commands) -> None:
+    parser = add_command(
+        commands,
+        "convert",
+        run_convert,
+        "Turn the transformer of a SANA pipeline, or a SANA transformer folder, into an MHLA one.",
+        "The converted model computes MHLA with untrained mixing coefficients: fine-tune it before use.",
+    )
+    parser.add_argument(
+        "source", metavar="SOURCE", help="pipeline or transformer folder in Diffusers' layout"
+    )
+    parser.add_argument("out", metavar="OUT", help="new folder")
+    parser.add_argument("--block-grid", type=number_list, default=[4, 4], metavar="ROWS,COLUMNS",
+                        help="blocks of tokens per axis (default: 4,4)")  # fmt: skip
+    parser.add_argument("--layers", type=layer_choice, default="all", metavar="all|N[,N...]",
+                        help="layers that become MHLA (default: %(default)s)")  # fmt: skip
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    from mhla_diffusion.pipelines.conversion import convert_folder
+
+    convert_folder(args.source, args.out, block_grid=args.block_grid, layers=args.layers)
+    print(f"{args.out} written")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = build_parser().parse_args(arguments)
+        if not hasattr(args, "run"):
+            build_parser().print_help()
+            return 0
+        return args.run(args)
+    except (ValueError, OSError) as error:
+        if "--traceback" in arguments:
+            raise
+        print(f"mhla: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mhla: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""What is asked for: prompts, seeds, numbers and places, checked before anything is computed."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mhla_diffusion.pipelines.pictures import slug
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """One picture that is asked for; None means the pipeline's default."""
+
+    index: int
+    prompt: str
+    seed: int
+    steps: int | None = None
+    guidance: float | None = None
+    height: int | None = None
+    width: int | None = None
+    dtype: str = "float32"
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.index:04d}_{slug(self.prompt)}_{self.seed}.png"
+
+    def differences(self, settings: dict[str, Any], pipeline_sha256: str) -> list[str]:
+        """In what a picture with these settings differs from the one asked for; empty if it is that one."""
+        if settings.get("pipeline_sha256") != pipeline_sha256:
+            return ["other weights"]
+        # The same pipeline has the same defaults, so the stored ones stand for what was left open.
+        defaults = settings.get("defaults", {})
+        found = []
+        for name in ("prompt", "seed", "steps", "guidance", "height", "width", "dtype"):
+            asked = defaults.get(name) if getattr(self, name) is None else getattr(self, name)
+            if settings.get(name) != asked:
+                found.append(f"{name} {settings.get(name)!r} there, {asked!r} asked")
+        return found
+
+
+def read_prompts(path: str | os.PathLike) -> list[str]:
+    """Prompts of a UTF-8 text file, one a line. Empty lines at the end are dropped, those between are kept.
+
+    A kept empty line fails by itself later, so that the others keep their index and their seed.
+    Raises ValueError when the file cannot be read or holds no prompt.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text ({error.reason}): save it as UTF-8, one prompt a line"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"cannot read the prompt file {path} ({error.strerror}): give a text file") from None
+    prompts = [line.strip() for line in lines]
+    while prompts and not prompts[-1]:
+        prompts.pop()
+    if not prompts:
+        raise ValueError(f"the prompt file {path} is empty: write one prompt a line into it")
+    return prompts
+
+
+def match_seeds(seeds: Sequence[int], count: int) -> list[int]:
+    """One seed per prompt: a single one serves all, otherwise there are as many as prompts."""
+    for seed in seeds:
+        if not 0 <= seed <= MAX_SEED:
+            raise ValueError(f"seed {seed} is out of range: give a number from 0 to {MAX_SEED}")
+    if len(seeds) == 1:
+        return list(seeds) * count
+    if len(seeds) != count:
+        raise ValueError(
+            f"{len(seeds)} seeds for {count} prompts (an empty line between prompts counts as one): "
+            f"give one seed for all, or {count} joined by commas"
+        )
+    return list(seeds)
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raise ValueError unless something can be written into the folder `path`; makes nothing."""
+    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not existing.is_dir():
+        raise ValueError(f"cannot write into {path}: {existing} is a file; give another folder with {option}")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"cannot write into {path}: {existing} is read-only; give another folder with {option}"
+        )
+
+
+def check_numbers(steps: int | None, guidance: float | None, batch_size: int) -> None:
+    """Raise ValueError for numbers that no pipeline can use."""
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps is {steps}: give a whole number of at least 1, for example --steps 20")
+    if guidance is not None and not (math.isfinite(guidance) and guidance >= 0):
+        raise ValueError(
+            f"guidance is {guidance}: give a finite number of at least 0, for example --guidance 4.5"
+        )
+    if batch_size < 1:
+        raise ValueError(
+            f"batch size is {batch_size}: give a whole number of at least 1, for example --batch-size 4"
+        )
+
+
+def check_size(height: int | None, width: int | None, multiple: int) -> None:
+    """Raise ValueError, naming the nearest sizes, unless both sides are multiples of `multiple` pixels."""
+    for name, value in (("height", height), ("width", width)):
+        if value is None or (value > 0 and value % multiple == 0):
+            continue
+        below = max(value // multiple, 1) * multiple
+        near = f"{below}" if value <= multiple else f"{below} or {below + multiple}"
+        raise ValueError(
+            f"{name} is {value}: it must be a multiple of {multiple}, for example --{name} {near}"
+        )
+
+
+def choose_device(device: str) -> torch.device:
+    """The device named, or for "auto" CUDA where there is one and else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:0") from None
+    count = torch.cuda.device_count()
+    if chosen.type == "cuda" and (chosen.index or 0) >= count:
+        raise ValueError(f"device {device} is not there ({count} CUDA devices): give --device cpu or auto")
+    return chosen
+
+
+def choose_dtype(dtype: str, device: torch.device) -> str:
+    """Name of the dtype asked for, or for "auto" bfloat16 on CUDA and float32 elsewhere."""
+    if dtype == "auto":
+        return "bfloat16" if device.type == "cuda" else "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: give auto, {', '.join(DTYPES)}")
+    return dtype
