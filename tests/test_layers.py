@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import mhla_diffusion
+
 PACKAGE = Path(__file__).resolve().parent.parent / "mhla_diffusion"
 # Parts of equal rank may import each other, except training and evaluation, which must stay independent.
 RANK = {
@@ -44,17 +46,21 @@ def imported_modules(path: Path) -> list[str]:
             module = ".".join([*base, *([node.module] if node.module else [])])
             # `from mhla_diffusion import ops` imports a part, so the imported name counts too.
             names += [f"{module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id == "mhla_diffusion":
+                names.append(f"mhla_diffusion.{node.attr}")
     return names
 
 
 def forbidden_imports(part: str, modules: list[str]) -> list[str]:
     found = []
     for module in modules:
-        root, _, rest = module.partition(".")
-        other = rest.partition(".")[0]
-        if root != "mhla_diffusion":
+        root, _, name = module.partition(".")
+        if root != "mhla_diffusion" or name in ("", "__version__"):
             continue
-        # A name that only the root exports would hide which part it comes from.
+        # A name that the root exports counts as the part that it comes from.
+        home = mhla_diffusion._HOME_OF.get(name, module)
+        other = home.removeprefix("mhla_diffusion.").partition(".")[0]
         if other not in RANK or RANK[other] > RANK[part] or (part, other) in INDEPENDENT:
             found.append(module)
     return found
@@ -93,6 +99,9 @@ def test_the_checker_sees_relative_lazy_and_plain_imports(tmp_path, monkeypatch)
     ]
     source.write_text("from mhla_diffusion.evaluation.features import x\n")
     assert forbidden_imports("training", imported_modules(source)) == ["mhla_diffusion.evaluation.features.x"]
+    source.write_text("import mhla_diffusion\nmhla_diffusion.load_pipeline('a')\n")
+    assert forbidden_imports("models", imported_modules(source)) == ["mhla_diffusion.load_pipeline"]
+    assert forbidden_imports("training", imported_modules(source)) == []
 
 
 def run_python(code: str) -> subprocess.CompletedProcess:
