@@ -1,0 +1,198 @@
+"""Pictures and captions on disk -> buckets of one shape each, read on demand."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+
+from .config import DataConfig
+
+IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
+Captions = list[list[str]]  # per picture: one or several captions, one of which is drawn each time
+
+
+@dataclass
+class Bucket:
+    """Pictures of one size. `read(indices)` gives uint8 `(n, 3, height, width)` and the indices that were readable."""
+
+    height: int
+    width: int
+    captions: Captions
+    read: Callable[[list[int]], tuple[torch.Tensor, list[int]]]
+
+
+@dataclass
+class PictureSource:
+    """A data set before encoding; `fingerprint` changes with the pictures, the captions and every setting of them.
+
+    `open()` gives the buckets; a set whose latents are in the cache is never opened.
+    """
+
+    open: Callable[[], list[Bucket]]
+    fingerprint: str
+
+
+def open_source(config: DataConfig, latent_factor: int, seed: int) -> PictureSource:
+    """The recipe's data set.
+
+    Args:
+        latent_factor: pixels per latent token; sizes are multiples of it.
+        seed: of the emoji set's backgrounds and compositions.
+
+    Raises:
+        ValueError: no such path, no pictures, bad captions.jsonl (names the line), size not a multiple of the factor.
+    """
+    if config.size % latent_factor:
+        raise ValueError(f"recipe: data.size = {config.size} is not a multiple of {latent_factor}, the pixels per token "
+                         f"of this pipeline; write {max(1, round(config.size / latent_factor)) * latent_factor}")
+    if not Path(config.path).exists():
+        raise ValueError(f"recipe: data.path = {config.path!r} does not exist; give "
+                         + ("a folder of images" if config.kind == "folder" else "the emoji tar made by train/"))
+    return open_folder(config, latent_factor) if config.kind == "folder" else open_emoji(config, seed)
+
+
+def open_emoji(config: DataConfig, seed: int) -> PictureSource:
+    """The emoji set: sprites on coloured backgrounds and composed scenes, made in memory."""
+    from . import emoji
+
+    arguments = {
+        "split": config.split, "size": config.size, "seed": seed, "backgrounds": config.backgrounds,
+        "compositions": config.compositions, "tag_captions": config.tag_captions,
+    }  # fmt: skip
+    with open(config.path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(json.dumps(arguments).encode())
+    digest.update(inspect.getsource(emoji).encode())  # another way to compose is another data set
+
+    def make() -> list[Bucket]:
+        images, texts = emoji.materialise(config.path, **arguments)
+        captions = [[text] if isinstance(text, str) else list(text) for text in texts]
+
+        def read(indices: list[int]) -> tuple[torch.Tensor, list[int]]:
+            return images[indices[0] : indices[-1] + 1], indices
+
+        return [Bucket(config.size, config.size, captions, read)]
+
+    return PictureSource(make, digest.hexdigest())
+
+
+def bucket_sizes(config: DataConfig, latent_factor: int) -> list[tuple[int, int]]:
+    """(height, width) of every bucket: one square, or Diffusers' ladder of aspect ratios at this pixel budget."""
+    if not config.buckets:
+        return [(config.size, config.size)]
+    from diffusers.training_utils import generate_aspect_ratio_buckets
+
+    return generate_aspect_ratio_buckets(config.size, divisibility=latent_factor)
+
+
+def nearest_bucket(height: int, width: int, sizes: list[tuple[int, int]]) -> int:
+    """Index of the size whose aspect ratio is closest by ratio, so tall and wide pictures are treated alike."""
+    ratio = math.log(height / width)
+    return min(range(len(sizes)), key=lambda i: abs(math.log(sizes[i][0] / sizes[i][1]) - ratio))
+
+
+def read_picture(path: Path, height: int, width: int) -> np.ndarray:
+    """uint8 `(3, height, width)`: upright, on white where transparent, scaled to cover and cut to the centre."""
+    with Image.open(path) as image:
+        image = ImageOps.exif_transpose(image)
+        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        image = ImageOps.fit(image.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
+    return np.asarray(image).transpose(2, 0, 1)
+
+
+def list_pictures(root: Path, template: str) -> list[tuple[Path, list[str]]]:
+    """(path, captions) of a folder: by captions.jsonl where present, else by class folders.
+
+    captions.jsonl has one object a line: `{"file": "a.png", "caption": "..."}`; a list of captions gives variants.
+    """
+    listing = root / "captions.jsonl"
+    pairs = []
+    if listing.is_file():
+        for number, line in enumerate(listing.read_text(encoding="utf-8").splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+                file, caption = entry["file"], entry["caption"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f'{listing} line {number}: write {{"file": "name.png", "caption": "what it shows"}}, '
+                                 f"not {line.strip()[:80]!r}") from None
+            texts = caption if isinstance(caption, list) else [caption]
+            if not texts or not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"{listing} line {number}: caption {caption!r} is neither a text nor a list of texts")
+            if not (root / file).is_file():
+                raise ValueError(f"{listing} line {number}: there is no file {file!r} in {root}")
+            pairs.append((root / file, texts))
+    else:
+        for folder in sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")):
+            caption = template.format(folder.name.replace("_", " ").replace("-", " "))
+            files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
+            pairs += [(path, [caption]) for path in files]
+    if not pairs:
+        raise ValueError(f'{root} holds no pictures with captions; add captions.jsonl with lines {{"file": ..., '
+                         '"caption": ...}, or put the pictures into one folder per class')
+    return pairs
+
+
+def open_folder(config: DataConfig, latent_factor: int) -> PictureSource:
+    """A user's own pictures. Unreadable ones are named in a warning and left out; ValueError when none is left."""
+    root = Path(config.path)
+    if not root.is_dir():
+        raise ValueError(f"recipe: data.path = {config.path!r} is not a folder; give a folder of images")
+    sizes = bucket_sizes(config, latent_factor)
+    members: list[list[tuple[Path, list[str]]]] = [[] for _ in sizes]
+    digest = hashlib.sha256(json.dumps([sizes, config.template]).encode())
+    unreadable = []
+    for path, captions in list_pictures(root, config.template):
+        try:
+            with Image.open(path) as image:
+                width, height = image.size
+                if image.getexif().get(0x0112, 1) >= 5:  # EXIF orientations 5 to 8 lie on their side
+                    width, height = height, width
+        except OSError:  # PIL's "cannot identify image" is one
+            unreadable.append(path)
+            continue
+        members[nearest_bucket(height, width, sizes)].append((path, captions))
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+        digest.update(json.dumps([str(path.relative_to(root)), captions]).encode())
+    warn_unreadable(unreadable)
+    if not any(members):
+        raise ValueError(f"none of the {len(unreadable)} pictures in {root} can be read, first {unreadable[0]}; "
+                         "convert them to PNG or JPEG")
+    buckets = [_folder_bucket(height, width, group) for (height, width), group in zip(sizes, members) if group]
+    return PictureSource(lambda: buckets, digest.hexdigest())
+
+
+def warn_unreadable(paths: list[Path]) -> None:
+    if paths:
+        names = ", ".join(str(path) for path in paths[:10]) + (", ..." if len(paths) > 10 else "")
+        warnings.warn(f"{len(paths)} unreadable pictures are left out: {names}", stacklevel=3)
+
+
+def _folder_bucket(height: int, width: int, group: list[tuple[Path, list[str]]]) -> Bucket:
+    def read(indices: list[int]) -> tuple[torch.Tensor, list[int]]:
+        pictures, kept, unreadable = [], [], []
+        for index in indices:
+            try:
+                pictures.append(read_picture(group[index][0], height, width))
+                kept.append(index)
+            except (OSError, SyntaxError, ValueError):  # what PIL raises for files cut short or broken inside
+                unreadable.append(group[index][0])
+        warn_unreadable(unreadable)
+        stacked = np.stack(pictures) if pictures else np.empty((0, 3, height, width), np.uint8)
+        return torch.from_numpy(stacked), kept
+
+    return Bucket(height, width, [captions for _, captions in group], read)

@@ -1,0 +1,121 @@
+"""Writes pipelines and continuation folders, and draws sample grids, with the averaged weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import nn
+
+from .checkpoint import write_folder
+from .components import Components
+from .config import Recipe, SampleConfig
+from .ema import EMA
+from .randomness import generator
+
+
+def export_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A CPU copy of a model in `dtype`, coefficient matrices in float32, adapters merged."""
+    clone = copy.deepcopy(module).to("cpu")
+    if getattr(clone, "peft_config", None):
+        clone.fuse_lora()
+        clone.unload_lora()
+    matrices = {name: p.detach().float() for name, p in clone.named_parameters() if ".mixing." in name}
+    clone.to(dtype)
+    for name, parameter in clone.named_parameters():
+        if name in matrices:
+            parameter.data = matrices[name]
+    return clone
+
+
+def export_pipeline(target: Path, parts: Components, ema: EMA, recipe: Recipe) -> None:
+    """Replaces the folder `target` by a whole pipeline with the EMA weights and the pipeline's own defaults."""
+    dtype = getattr(torch, recipe.checkpoint.export_dtype)
+    with ema.applied():
+        transformer = export_copy(parts.transformer, dtype)
+        text_encoder = export_copy(parts.text_encoder, dtype) if recipe.model.train_text_encoder else parts.text_encoder
+    pipeline = parts.pipeline(transformer, text_encoder)
+    write_folder(target, lambda folder: pipeline.save_pretrained(folder))
+
+
+def export_continue(target: Path, parts: Components, ema: EMA, recipe: Recipe, step: int) -> None:
+    """Writes a folder that `run.init_from` reads: raw weights, and under ema/ the averaged ones."""
+    dtype = getattr(torch, recipe.checkpoint.export_dtype)
+
+    def save(folder: Path) -> None:
+        export_copy(parts.transformer, dtype).save_pretrained(folder / "transformer")
+        if recipe.model.train_text_encoder:
+            export_copy(parts.text_encoder, dtype).save_pretrained(folder / "text_encoder")
+
+    def fill(folder: Path) -> None:
+        save(folder)
+        with ema.applied():
+            save(folder / "ema")
+        (folder / "continue.json").write_text(json.dumps({"step": step, "run": recipe.run.name}))
+
+    write_folder(target, fill)
+
+
+def contact_sheet(images: list[Image.Image], columns: int, gap: int = 2) -> Image.Image:
+    """Pictures of one size in rows on white, `gap` pixels between them."""
+    width, height = images[0].size
+    rows = -(-len(images) // columns)
+    sheet = Image.new("RGB", (columns * (width + gap) - gap, rows * (height + gap) - gap), "white")
+    for number, image in enumerate(images):
+        row, column = divmod(number, columns)
+        sheet.paste(image, (column * (width + gap), row * (height + gap)))
+    return sheet
+
+
+@contextlib.contextmanager
+def undisturbed(*modules: nn.Module, device: torch.device):
+    """Evaluation mode, uncompiled; random state, gradient mode and training mode are as before afterwards."""
+    modes = [module.training for module in modules]
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for module in modules:
+            module.eval()
+        try:
+            yield
+        finally:
+            for module, mode in zip(modules, modes):
+                module.train(mode)
+
+
+def draw_pictures(
+    parts: Components, prompts: list[str], sample: SampleConfig, size: int, device: torch.device
+) -> list[Image.Image]:
+    """One picture a prompt with the weights as they are; picture i starts from noise seeded (sample.seed, i)."""
+    visitors = [m for m in (parts.vae, parts.text_encoder) if next(m.parameters()).device != device]
+    for module in visitors:
+        module.to(device)
+    pipeline = parts.pipeline()
+    pipeline.set_progress_bar_config(disable=True)
+    try:
+        with undisturbed(parts.transformer, parts.text_encoder, device=device):
+            return pipeline(
+                prompt=list(prompts),
+                num_inference_steps=sample.steps,
+                guidance_scale=sample.guidance,
+                generator=[generator("cpu", sample.seed, i) for i in range(len(prompts))],
+                height=size,
+                width=size,
+                use_resolution_binning=False,
+                complex_human_instruction=parts.instruction,
+            ).images
+    finally:
+        for module in visitors:
+            module.to("cpu")
+
+
+def draw_grid(target: Path, parts: Components, ema: EMA, recipe: Recipe, device: torch.device) -> None:
+    """Draws the recipe's sample prompts with the EMA weights into a PNG."""
+    with ema.applied():
+        images = draw_pictures(parts, recipe.sample.prompts, recipe.sample, recipe.data.size, device)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    contact_sheet(images, columns=math.ceil(math.sqrt(len(images)))).save(target)

@@ -1,0 +1,160 @@
+"""Encodes pictures once, keeps the result on disk, and serves batches from tensors that stay on the device."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from .checkpoint import write_folder
+from .components import Components
+from .config import DataConfig
+from .data import Captions, PictureSource
+
+_FORMAT = "1"  # part of every cache key; raise it when the encoding or the layout changes
+
+
+@dataclass
+class LatentSet:
+    """Encoded pictures: per bucket `(K, C, h, w)` float32 latents, and the captions of each picture."""
+
+    latents: list[torch.Tensor]
+    captions: list[Captions]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(bucket) for bucket in self.latents]
+
+
+def encode_pixels(vae: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
+    """uint8 `(B, 3, H, W)` -> float32 latents `(B, C, h, w)` as the transformer sees them."""
+    images = pixels.to(next(vae.parameters()).device).float() / 127.5 - 1
+    encoded = vae.encode(images.to(next(vae.parameters()).dtype))
+    latents = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
+    return latents.float() * vae.config.scaling_factor
+
+
+@torch.no_grad()
+def encode_source(source: PictureSource, vae: nn.Module, batch: int) -> LatentSet:
+    """Encodes every readable picture; a broken one is left out, named by a warning."""
+    latents, captions = [], []
+    for bucket in source.open():
+        parts, texts = [], []
+        for start in range(0, len(bucket.captions), batch):
+            pixels, kept = bucket.read(list(range(start, min(start + batch, len(bucket.captions)))))
+            if kept:
+                parts.append(encode_pixels(vae, pixels).cpu())
+                texts += [bucket.captions[i] for i in kept]
+        if parts:
+            latents.append(torch.cat(parts))
+            captions.append(texts)
+    if not latents:
+        raise ValueError("none of the pictures can be read; convert them to PNG or JPEG")
+    return LatentSet(latents, captions)
+
+
+def _vae_digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def load_or_encode(
+    source: PictureSource, parts: Components, config: DataConfig, device: torch.device
+) -> LatentSet:
+    """The encoded data set, from the cache when the autoencoder, the data and the settings are the same."""
+    key = hashlib.sha256(f"{_FORMAT}:{_vae_digest(parts.base / 'vae')}:{source.fingerprint}".encode()).hexdigest()[:32]
+    folder = Path(config.cache) / key if config.cache else None
+    if folder is not None and folder.is_dir():
+        try:
+            tensors = load_file(folder / "latents.safetensors")
+            captions = json.loads((folder / "captions.json").read_text(encoding="utf-8"))
+            return LatentSet([tensors[str(i)] for i in range(len(tensors))], captions)
+        except (OSError, ValueError, KeyError) as error:
+            warnings.warn(f"the latents in {folder} cannot be read ({error}); encoding anew", stacklevel=2)
+    vae = parts.vae.to(device)
+    try:
+        encoded = encode_source(source, vae, config.encode_batch)
+    finally:
+        parts.vae.to("cpu")  # the loop needs the memory; sampling fetches it back
+
+    def fill(temporary: Path) -> None:
+        save_file({str(i): bucket.contiguous() for i, bucket in enumerate(encoded.latents)},
+                  temporary / "latents.safetensors")
+        (temporary / "captions.json").write_text(json.dumps(encoded.captions), encoding="utf-8")
+
+    if folder is not None:
+        write_folder(folder, fill)
+    return encoded
+
+
+@dataclass
+class CaptionTable:
+    """Every different caption once, entry 0 being the empty one that caption dropout puts in place.
+
+    `values`: token ids `(U, L)` int64 for a trained text encoder, else its output `(U, L, D)`.
+    `mask`: `(U, L)` int64. `choice[b]`: `(K_b, V)` int64 entries of each picture, `count[b]`: `(K_b,)` how many.
+    """
+
+    values: torch.Tensor
+    mask: torch.Tensor
+    choice: list[torch.Tensor]
+    count: list[torch.Tensor]
+
+
+def tokenise(tokenizer, texts: list[str], length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask `(len(texts), length)` int64, with the clean-up that SANA pipelines apply (lower case, stripped)."""
+    tokenizer.padding_side = "right"
+    tokens = tokenizer(
+        [text.lower().strip() for text in texts], padding="max_length", max_length=length, truncation=True,
+        add_special_tokens=True, return_tensors="pt",
+    )  # fmt: skip
+    return tokens.input_ids, tokens.attention_mask
+
+
+@torch.no_grad()
+def embed_captions(
+    parts: Components, texts: list[str], length: int, device: torch.device, batch: int = 64
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output of the frozen text encoder, as the pipeline itself encodes prompts, on the CPU."""
+    pipeline = parts.pipeline()
+    text_encoder = parts.text_encoder.to(device).eval()
+    options = {"complex_human_instruction": parts.instruction}
+    values, masks = [], []
+    for start in range(0, len(texts), batch):
+        embeds, mask, _, _ = pipeline.encode_prompt(
+            texts[start : start + batch], do_classifier_free_guidance=False, device=device,
+            max_sequence_length=length, **options,
+        )  # fmt: skip
+        values.append(embeds.cpu())
+        masks.append(mask.cpu().long())
+    text_encoder.to("cpu")
+    values, mask = torch.cat(values), torch.cat(masks)
+    longest = int(mask.sum(1).max())  # right-padded: nothing but padding behind it
+    return values[:, :longest].contiguous(), mask[:, :longest].contiguous()
+
+
+def caption_table(
+    encoded: LatentSet, parts: Components, trained: bool, length: int, device: torch.device
+) -> CaptionTable:
+    """Tokenises (trained text encoder) or encodes (frozen) every different caption of the set."""
+    number = {"": 0}
+    choice, count = [], []
+    for captions in encoded.captions:
+        most = max(len(variants) for variants in captions)
+        rows = [[number.setdefault(text, len(number)) for text in variants] for variants in captions]
+        count.append(torch.tensor([len(row) for row in rows]))
+        choice.append(torch.tensor([row + [0] * (most - len(row)) for row in rows]))
+    texts = list(number)
+    if trained:
+        values, mask = tokenise(parts.tokenizer, texts, length)
+    else:
+        values, mask = embed_captions(parts, texts, length, device)
+    return CaptionTable(values, mask, choice, count)

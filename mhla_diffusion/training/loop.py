@@ -1,0 +1,389 @@
+"""The training loop: a recipe in; checkpoints, sample grids, metrics and a pipeline folder out.
+
+Nothing in a step waits for the device. The loss, the gradient norm and the first bad step stay there and are read
+every `run.log_every` steps, and before anything is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+from tqdm import tqdm
+
+from mhla_diffusion.mixing import clip_mixings
+
+from .checkpoint import (
+    find_checkpoint,
+    list_checkpoints,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    prune,
+    read_checkpoint,
+    write_checkpoint,
+)
+from .components import build_components, read_weights
+from .config import Recipe
+from .data import open_source
+from .ema import EMA
+from .export import draw_grid, export_continue, export_pipeline
+from .feed import Feed
+from .latents import caption_table, load_or_encode
+from .losses import FlowLoss
+from .parameters import build_optimizer, schedule_factor, trainable
+from .provenance import environment, process_started
+from .randomness import derived_seed
+from .recipe import differing_keys, load_recipe
+
+
+class NonFiniteLoss(ValueError):
+    """The loss or the gradient became infinite or NaN; the message names the first such step."""
+
+
+@dataclass
+class Result:
+    """What `run` did. `images_per_second` leaves out the first log interval, which compiles."""
+
+    out: Path
+    step: int
+    finished: bool
+    loss: float
+    images_per_second: float
+
+    @property
+    def pipeline(self) -> Path:
+        """The exported pipeline, with the EMA weights."""
+        return self.out / "pipeline"
+
+
+def run(recipe_path: str | Path, overrides: Iterable[str] = (), resume: str | Path | None = None) -> Result:
+    """Trains what a recipe says.
+
+    Args:
+        recipe_path: a TOML file; `describe()` in `recipe.py` lists every setting.
+        overrides: `section.key=value` texts.
+        resume: "auto" (the newest whole checkpoint in the output folder, if there is one), a checkpoint folder, or
+            None or "none".
+
+    Raises:
+        ValueError: the recipe, the data or the checkpoint does not fit; one line, nothing trained.
+        NonFiniteLoss: training broke down; checkpoints and exports on disk are untouched.
+    """
+    return train(load_recipe(recipe_path, overrides), resume)
+
+
+def train(recipe: Recipe, resume: str | Path | None = None) -> Result:
+    """`run` for a recipe that is already read."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if recipe.run.tf32 else "highest")
+    try:
+        return _Training(recipe, resume).fit()
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        AcceleratorState._reset_state()  # or a second run in this process could not choose its precision
+
+
+def _accelerator(recipe: Recipe) -> Accelerator:
+    run = recipe.run
+    if run.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError('recipe: run.device = "cuda", but there is no CUDA device; write "auto" or "cpu"')
+    accelerator = Accelerator(
+        mixed_precision=run.mixed_precision,
+        cpu=run.device == "cpu" or not torch.cuda.is_available(),
+        log_with=run.tracker if run.tracker != "none" else None,
+        project_dir=run.out,
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+    )
+    parts = accelerator.num_processes * run.gradient_accumulation
+    if run.batch_size % parts:
+        raise ValueError(f"recipe: run.batch_size = {run.batch_size} does not divide over {accelerator.num_processes} "
+                         f"processes x {run.gradient_accumulation} micro-batches; write a multiple of {parts}")
+    return accelerator
+
+
+class _Training:
+    """One run: `__init__` builds everything, `fit` is the loop."""
+
+    def __init__(self, recipe: Recipe, resume: str | Path | None):
+        self.recipe, run = recipe, recipe.run
+        self.out = Path(run.out)
+        self.checkpoints = self.out / "checkpoints"
+        found = find_checkpoint(self.checkpoints, resume)
+        existing = list_checkpoints(self.checkpoints)
+        if found is None and existing and str(resume) != "auto":
+            raise ValueError(f"{self.out} already holds a run up to {existing[-1].name}; continue it with --resume auto, "
+                             "or choose another run.out")
+        saved = read_checkpoint(found) if found else None
+        if saved:
+            keys = differing_keys(recipe, saved[1]["recipe"])
+            if keys:
+                raise ValueError(f"{found} belongs to another recipe, which differs in {', '.join(keys)}; undo that, or "
+                                 "start anew with another run.out")
+        self.accelerator = _accelerator(recipe)
+        self.device = self.accelerator.device
+        self.main = self.accelerator.is_main_process
+        with contextlib.suppress(FileExistsError):
+            try:
+                self.checkpoints.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ValueError(f"cannot write to {self.out} ({error.strerror}); choose another run.out") from None
+
+        self.parts = build_components(recipe)
+        self._build_data()
+        self._build_model()
+        self.first_step = self._first_step()
+        self.start = self.first_step
+        if saved:
+            self._restore(*saved)
+
+    def _build_data(self) -> None:
+        recipe, parts = self.recipe, self.parts
+        with self.accelerator.main_process_first():  # the others then find the cache filled
+            source = open_source(recipe.data, parts.latent_factor, recipe.run.seed)
+            encoded = load_or_encode(source, parts, recipe.data, self.device)
+        self.fingerprint = source.fingerprint
+        length = recipe.data.max_sequence_length or parts.max_sequence_length
+        table = caption_table(encoded, parts, recipe.model.train_text_encoder, length, self.device)
+        self.feed = Feed(encoded, table, recipe, self.device)
+
+    def _build_model(self) -> None:
+        recipe, parts = self.recipe, self.parts
+        trainable(parts.transformer, recipe.model.train)
+        parts.text_encoder.requires_grad_(recipe.model.train_text_encoder)
+        self.module = FlowLoss(parts.transformer, parts.text_encoder if recipe.model.train_text_encoder else None)
+        self.module.to(self.device).train()
+        if recipe.run.gradient_checkpointing:
+            parts.transformer.enable_gradient_checkpointing()
+        if recipe.run.compile:
+            for model in self.module.children():
+                model.compile()
+        self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.optimizer = build_optimizer(self.parameters, recipe.optimizer)
+        self.ema = EMA(self.parameters, recipe.ema)
+        self._take_ema()
+        self.model = self.accelerator.prepare(self.module)
+
+    def _take_ema(self) -> None:
+        """Averages of the run that `init_from` continues, where it has them."""
+        folder = Path(self.recipe.run.init_from or ".") / "ema"
+        if not self.recipe.run.init_from or not folder.is_dir() or self.recipe.model.train == "lora":
+            return
+        for part in (path for path in sorted(folder.iterdir()) if path.is_dir()):
+            for name, value in read_weights(part).items():
+                if f"{part.name}.{name}" in self.ema.average:
+                    self.ema.average[f"{part.name}.{name}"].copy_(value)
+
+    def _first_step(self) -> int:
+        if self.recipe.run.first_step >= 0:
+            return self.recipe.run.first_step
+        note = Path(self.recipe.run.init_from or ".") / "continue.json"
+        return json.loads(note.read_text())["step"] if self.recipe.run.init_from and note.is_file() else 0
+
+    def _restore(self, tensors: dict, state: dict) -> None:
+        if state["data"] != self.fingerprint:
+            raise ValueError(f"the checkpoint at step {state['step']} was made with other pictures or captions than "
+                             f"{self.recipe.data.path} holds now; restore them, or start anew with another run.out")
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(tensors["weights"][name])
+                self.ema.average[name].copy_(tensors["ema"][name])
+        load_optimizer_tensors(self.optimizer, self.parameters, tensors["optimizer"])
+        self.start, self.first_step = state["step"], state["first_step"]
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def fit(self) -> Result:
+        recipe, run = self.recipe, self.recipe.run
+        if self.main:
+            self._prepare_folder()
+        if run.tracker != "none":
+            self.accelerator.init_trackers("tracker")
+        self._reset_window()
+        self.bad_step = torch.full((), -1.0, dtype=torch.float64, device=self.device)
+        self.loss, self.speeds = float("nan"), []
+        bar = tqdm(total=run.steps, initial=self.start, unit="step", disable=not self.main, dynamic_ncols=True,
+                   mininterval=0.2 if sys.stderr.isatty() else 15, desc=run.name)
+        step, out_of_time = self.start, False
+        while step < run.steps and not out_of_time:
+            self._step(step)
+            step += 1  # from here on: steps done
+            bar.update()
+            out_of_time = self._out_of_time(step)
+            last = step == run.steps or out_of_time
+            if last or self._due(step):
+                self._read(step, bar)
+                self._write(step, last)
+        if step == self.start:  # a finished run, resumed: only the export may be missing
+            self._export(step)
+        bar.close()
+        self.accelerator.end_training()
+        speed = sum(self.speeds[1:]) / len(self.speeds[1:]) if self.speeds[1:] else (self.speeds or [float("nan")])[0]
+        return Result(self.out, step, step == run.steps, self.loss, speed)
+
+    def _step(self, step: int) -> None:
+        recipe = self.recipe
+        torch.manual_seed(derived_seed(recipe.run.seed, "layers", step, self.accelerator.process_index))  # dropout
+        draw = self.feed.draw(step)
+        micro_batches, world = recipe.run.gradient_accumulation, self.accelerator.num_processes
+        size = recipe.run.batch_size // (micro_batches * world)
+        loss = torch.zeros((), device=self.device)
+        for micro in range(micro_batches):
+            begin = (micro * world + self.accelerator.process_index) * size
+            last = micro == micro_batches - 1
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+                part = self.model(*self.feed.rows(draw, slice(begin, begin + size))).mean() / micro_batches
+                self.accelerator.backward(part)
+            loss += part.detach()
+
+        limit = recipe.optimizer.max_grad_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit, foreach=True)
+        factor = schedule_factor(recipe.optimizer, step, self.first_step, recipe.run.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+        # Fused AdamW leaves weights and moments alone where this is 1, so a bad step never reaches the weights.
+        self.optimizer.found_inf = (~torch.isfinite(norm)).float()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        occupancy = clip_mixings(self.module.transformer)
+        self.ema.update(step)
+
+        bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        self.bad_step = torch.where(bad & (self.bad_step < 0), float(step + 1), self.bad_step)
+        self.loss_sum += loss
+        self.norm_sum += norm
+        self.occupancy = occupancy
+        self.window_steps += 1
+
+    def _due(self, step: int) -> bool:
+        """Whether anything happens after this step that needs the loss on the host."""
+        recipe = self.recipe
+        return any(every and step % every == 0 for every in (
+            recipe.run.log_every, recipe.checkpoint.every, recipe.checkpoint.export_every, recipe.sample.every))
+
+    def _out_of_time(self, step: int) -> bool:
+        limit = self.recipe.run.max_minutes
+        if not limit or (self.accelerator.num_processes > 1 and not self._due(step)):
+            return False
+        over = time.time() - process_started() > 60 * limit
+        if self.accelerator.num_processes == 1:
+            return over
+        # Clocks differ between processes: all stop when one of them is over.
+        return bool(self.accelerator.reduce(torch.tensor(float(over), device=self.device)).item() > 0)
+
+    # ---- reading and writing ----------------------------------------------------------------------------------------
+
+    def _reset_window(self) -> None:
+        self.loss_sum = torch.zeros((), device=self.device)
+        self.norm_sum = torch.zeros((), device=self.device)
+        self.occupancy, self.window_steps, self.window_began = None, 0, time.perf_counter()
+
+    def _read(self, step: int, bar: tqdm) -> None:
+        """The one host synchronisation: stops on a bad step, else logs the window."""
+        occupancy = self.loss_sum.new_tensor(float("nan")) if self.occupancy is None else self.occupancy
+        values = torch.stack([self.loss_sum, self.norm_sum, occupancy, self.bad_step]).double()
+        rows = self.accelerator.gather(values[None]).tolist()  # one row a process
+        bad = [int(row[3]) for row in rows if row[3] >= 0]
+        if bad:
+            raise NonFiniteLoss(self._breakdown(min(bad)))
+        seconds = time.perf_counter() - self.window_began
+        self.loss = sum(row[0] for row in rows) / len(rows) / self.window_steps
+        speed = self.window_steps * self.recipe.run.batch_size / seconds
+        self.speeds.append(speed)
+        share = rows[0][2]
+        entry = {
+            "step": step,
+            "loss": self.loss,
+            "grad_norm": rows[0][1] / self.window_steps,
+            "lr": max(g["lr"] for g in self.optimizer.param_groups if g["kind"] == "weights") if any(
+                g["kind"] == "weights" for g in self.optimizer.param_groups) else 0.0,
+            "images_per_second": speed,
+            "mixing_on_bound": None if share != share else share,
+            "minutes": (time.time() - process_started()) / 60,
+        }
+        if self.main:
+            bar.set_postfix_str(f"loss {self.loss:.4f}, {speed:,.0f} images/s")
+            with (self.out / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+            if share > 0.5 and not getattr(self, "warned", False):
+                self.warned = True
+                bar.write(f"step {step}: {share:.0%} of the mixing coefficients sit on 0 or 1, so the matrices have lost "
+                          "their locality; lower optimizer.mixing_lr")
+        self.accelerator.log({k: v for k, v in entry.items() if v is not None and k != "step"}, step=step)
+        self._reset_window()
+
+    def _breakdown(self, step: int) -> str:
+        kept = list_checkpoints(self.checkpoints)
+        advice = "lower optimizer.lr"
+        if self.recipe.run.mixed_precision != "no":
+            advice += ' or write run.mixed_precision = "no"'
+        where = f"the last checkpoint, {kept[-1]}, is untouched" if kept else "no checkpoint had been written yet"
+        return f"the loss or its gradient is not finite at step {step} of {self.recipe.run.steps}; {where}; {advice}"
+
+    def _write(self, step: int, last: bool) -> None:
+        recipe = self.recipe
+
+        def due(every: int) -> bool:
+            return every > 0 and step % every == 0
+
+        if self.main:
+            if last or due(recipe.checkpoint.every):
+                self._checkpoint(step)
+            if due(recipe.sample.every) or (last and recipe.sample.every):
+                draw_grid(self.out / "samples" / f"step-{step:08d}.png", self.parts, self.ema, recipe, self.device)
+        if last or due(recipe.checkpoint.export_every):
+            self._export(step)
+        self.accelerator.wait_for_everyone()
+        self.window_began = time.perf_counter()  # writing is not training
+
+    def _checkpoint(self, step: int) -> None:
+        names = {id(p): name for name, p in self.parameters.items()}
+        tensors = {
+            "weights": self.parameters,
+            "ema": self.ema.average,
+            "optimizer": optimizer_tensors(self.optimizer, names),
+        }
+        state = {"recipe": dataclasses.asdict(self.recipe), "data": self.fingerprint, "first_step": self.first_step}
+        write_checkpoint(self.checkpoints, step, tensors, state)
+        prune(self.checkpoints, self.recipe.checkpoint.keep)
+
+    def _export(self, step: int) -> None:
+        if not self.main:
+            return
+        export_pipeline(self.out / "pipeline", self.parts, self.ema, self.recipe)
+        if self.recipe.checkpoint.export_continue:
+            export_continue(self.out / "continue", self.parts, self.ema, self.recipe, step)
+
+    def _prepare_folder(self) -> None:
+        """Removes what a killed run left half written, and metrics of steps that will be done again."""
+        for stale in self.checkpoints.glob(".writing-*"):
+            shutil.rmtree(stale)
+        metrics = self.out / "metrics.jsonl"
+        if metrics.is_file():
+            lines = [line for line in metrics.read_text().splitlines() if json.loads(line)["step"] <= self.start]
+            temporary = metrics.with_suffix(".tmp")
+            temporary.write_text("".join(line + "\n" for line in lines))
+            os.replace(temporary, metrics)
+        counts = {
+            name: sum(p.numel() for p in model.parameters()) for name, model in self.module.named_children()
+        }
+        facts = {
+            "recipe": dataclasses.asdict(self.recipe),
+            "environment": environment(self.device),
+            "processes": self.accelerator.num_processes,
+            "parameters": counts,
+            "trained_parameters": sum(p.numel() for p in self.parameters.values()),
+            "data": self.fingerprint,
+            "pictures": sum(self.feed.order.bucket_sizes),
+        }
+        (self.out / "run.json").write_text(json.dumps(facts, indent=1))

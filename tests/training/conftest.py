@@ -1,0 +1,131 @@
+"""A toy SANA base folder and toy pictures that train in seconds on one CPU core."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderDC, DPMSolverMultistepScheduler
+from PIL import Image
+
+from mhla_diffusion.training.tokenizer import train_tokenizer
+
+COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220), "grey": (120, 120, 120)}
+
+RECIPE = """
+[run]
+name = "toy"
+seed = 3
+steps = 6
+batch_size = 4
+log_every = 2
+device = "cpu"
+out = "{out}"
+
+[model]
+base = "{base}"
+train_text_encoder = true
+
+[model.transformer]
+in_channels = 4
+out_channels = 4
+num_attention_heads = 2
+attention_head_dim = 8
+num_layers = 2
+num_cross_attention_heads = 2
+cross_attention_head_dim = 8
+cross_attention_dim = 16
+mlp_ratio = 2.0
+sample_size = 8
+patch_size = 1
+interpolation_scale = 1
+caption_channels = 16
+mhla_block_grid = [2, 2]
+mhla_gate = true
+mhla_local_conv = 3
+
+[model.text_encoder]
+vocab_size = 500
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 2
+num_key_value_heads = 2
+head_dim = 8
+query_pre_attn_scalar = 8
+max_position_embeddings = 64
+
+[data]
+kind = "folder"
+path = "{pictures}"
+size = 32
+max_sequence_length = 12
+cache = "{cache}"
+encode_batch = 4
+
+[optimizer]
+lr = 0.002
+warmup = 2
+weight_decay = 0.01
+
+[checkpoint]
+every = 3
+"""
+
+
+def write_picture(path, colour, size=(32, 32), seed=0):
+    noise = np.random.default_rng(seed).integers(-20, 20, (size[1], size[0], 3))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray((np.array(colour) + noise).clip(0, 255).astype(np.uint8)).save(path)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """Folder with vae/, tokenizer/ and scheduler/ at toy size: 32 px -> 8 x 8 latents of 4 channels."""
+    folder = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    vae = AutoencoderDC(
+        latent_channels=4,
+        attention_head_dim=4,
+        encoder_block_types="ResBlock",
+        decoder_block_types="ResBlock",
+        encoder_block_out_channels=(4, 8, 8),
+        decoder_block_out_channels=(4, 8, 8),
+        encoder_layers_per_block=(1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1),
+        encoder_qkv_multiscales=((), (), ()),
+        decoder_qkv_multiscales=((), (), ()),
+    )
+    vae.save_pretrained(folder / "vae")
+    captions = [f"a picture of {name} number {i}" for name in COLOURS for i in range(4)]
+    train_tokenizer(captions, 450, 12).save_pretrained(folder / "tokenizer")
+    DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0
+    ).save_pretrained(folder / "scheduler")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory):
+    """Ten 32 px pictures with captions.jsonl."""
+    folder = tmp_path_factory.mktemp("pictures")
+    lines = []
+    for i in range(10):
+        name = list(COLOURS)[i % 4]
+        write_picture(folder / f"{i}.png", COLOURS[name], seed=i)
+        lines.append(json.dumps({"file": f"{i}.png", "caption": f"a picture of {name} number {i}"}))
+    (folder / "captions.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def recipe_file(tmp_path, base, pictures):
+    """Writes the toy recipe; `recipe_file("name")` gives one whose run lands in tmp_path/name."""
+
+    def write(name="toy", data=None):
+        text = RECIPE.format(out=tmp_path / name, base=base, pictures=data or pictures, cache=tmp_path / "cache")
+        path = tmp_path / f"{name}.toml"
+        path.write_text(text)
+        return path
+
+    return write
