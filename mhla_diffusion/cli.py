@@ -94,7 +94,8 @@ def add_generate(commands) -> None:
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    from mhla_diffusion.pipelines.generation import generate, read_prompts
+    from mhla_diffusion.pipelines.generation import generate
+    from mhla_diffusion.pipelines.requests import read_prompts
 
     if bool(args.prompts) == bool(args.prompt_file):
         raise ValueError('give either prompts or a file of them: mhla generate "a 3D emoji of a red apple"')
@@ -115,7 +116,7 @@ def run_generate(args: argparse.Namespace) -> int:
         sheet=args.sheet,
         columns=args.columns,
     )
-    print(report.summary())
+    print(f"{report.summary()} in {args.out}" + (f", contact sheet in {args.sheet}" if args.sheet else ""))
     for index, reason in report.failed.items():
         print(f"mhla: prompt {index} failed: {reason}", file=sys.stderr)
     return 1 if report.failed else 0

@@ -4,25 +4,22 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
 from PIL import Image
 from tqdm import tqdm
 
 from mhla_diffusion.pipelines.pictures import contact_sheet, read_settings, save_picture, write_atomically
 from mhla_diffusion.pipelines.requests import (
-    DTYPES,
     Request,
     check_numbers,
-    check_size,
     check_writable,
-    choose_device,
-    choose_dtype,
     match_seeds,
 )
-from mhla_diffusion.provenance import versions
 from mhla_diffusion.weights import DEFAULT_PIPELINE, find_pipeline, fingerprint
+
+if TYPE_CHECKING:
+    from mhla_diffusion.pipelines.painter import Painter
 
 # What one picture can fail with without the others being at fault: its values, memory, numbers that blew up.
 PICTURE_FAULTS = (ValueError, RuntimeError, ArithmeticError)
@@ -83,9 +80,13 @@ def generate(
             raise ValueError(
                 f"--sheet {sheet} --columns {columns}: give the name of a PNG file and at least 1 column"
             )
+    folder = find_pipeline(pipeline)
+
+    # Imported late: torch and Diffusers take seconds, and mistakes should be named at once.
+    from mhla_diffusion.pipelines.painter import Painter, choose_device, choose_dtype
+
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
-    folder = find_pipeline(pipeline)
     sha256 = fingerprint(folder)
 
     report = Report()
@@ -109,7 +110,6 @@ def generate(
     if pending:
         painter = Painter(folder, sha256, chosen_device, chosen_dtype)
         painter.check(height, width, steps)
-        out.mkdir(parents=True, exist_ok=True)
         with tqdm(total=len(pending), unit="picture") as bar:
             for start in range(0, len(pending), batch_size):
                 draw_batch(painter, pending[start : start + batch_size], out, report)
@@ -133,70 +133,9 @@ def draw_batch(painter: "Painter", requests: Sequence[Request], out: Path, repor
         return
     for request, image in zip(requests, images, strict=True):
         path = out / request.file_name
+        out.mkdir(parents=True, exist_ok=True)  # only now, so that a run that draws nothing leaves nothing
         save_picture(image, path, painter.settings(request))
         report.drawn[request.index] = path
-
-
-class Painter:
-    """A loaded pipeline that draws requests and knows the full settings of what it drew."""
-
-    def __init__(self, folder: Path, sha256: str, device: torch.device, dtype: str):
-        from mhla_diffusion.loading import load_pipeline
-
-        self.folder, self.sha256, self.device, self.dtype = folder, sha256, device, dtype
-        self.pipe = load_pipeline(folder, torch_dtype=DTYPES[dtype]).to(device)
-        self.pipe.set_progress_bar_config(desc="steps", leave=False, position=1, disable=None)
-        self.defaults = call_defaults(self.pipe)
-
-    def check(self, height: int | None, width: int | None, steps: int | None) -> None:
-        """Raise ValueError unless the pipeline can draw pictures of this size in this many steps."""
-        patch = getattr(self.pipe.transformer.config, "patch_size", 1)
-        check_size(height, width, self.pipe.vae_scale_factor * patch)
-        longest = self.pipe.scheduler.config.num_train_timesteps
-        if steps is not None and steps > longest:
-            raise ValueError(f"steps is {steps}: the scheduler has {longest}, for example --steps 20")
-
-    def draw(self, requests: Sequence[Request]) -> list[Image.Image]:
-        """One picture per request; all have the same size, steps and guidance."""
-        values = self.values(requests[0])
-        return self.pipe(
-            prompt=[request.prompt for request in requests],
-            num_inference_steps=values["steps"],
-            guidance_scale=values["guidance"],
-            height=values["height"],
-            width=values["width"],
-            generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
-            callback_on_step_end=check_finite,
-        ).images
-
-    def values(self, request: Request) -> dict[str, Any]:
-        asked = {name: getattr(request, name) for name in self.defaults}
-        return {name: self.defaults[name] if value is None else value for name, value in asked.items()}
-
-    def settings(self, request: Request) -> dict[str, Any]:
-        """Everything that decides the picture, and where it was drawn, as JSON values."""
-        on_gpu = self.device.type == "cuda"
-        return {
-            "prompt": request.prompt,
-            "seed": request.seed,
-            **self.values(request),
-            "dtype": self.dtype,
-            "defaults": self.defaults,
-            "pipeline": self.folder.resolve().name,
-            "pipeline_class": type(self.pipe).__name__,
-            "pipeline_sha256": self.sha256,
-            "scheduler": type(self.pipe.scheduler).__name__,
-            "flow_shift": self.pipe.scheduler.config.get("flow_shift"),
-            "device": torch.cuda.get_device_name(self.device) if on_gpu else self.device.type,
-            "versions": versions(("mhla_diffusion", "torch", "diffusers", "transformers")),
-        }
-
-
-def check_finite(pipe, step: int, timestep, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Step callback that stops a picture whose latents are no longer numbers, instead of drawing it black."""
-    if not torch.isfinite(tensors["latents"]).all():
-        raise FloatingPointError(f"the latents are not finite after step {step + 1}; try --dtype float32")
-    return tensors
 
 
 def write_sheet(path: Path, pictures: Sequence[Path | None], captions: Sequence[str], columns: int) -> None:

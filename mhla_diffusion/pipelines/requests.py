@@ -1,4 +1,4 @@
-"""What is asked for: prompts, seeds, numbers and places, checked before anything is computed."""
+"""What is asked for: prompts, seeds, numbers and places, checked before any heavy import."""
 
 import math
 import os
@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from mhla_diffusion.pipelines.pictures import slug
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_SEED = 2**63 - 1
 
 
@@ -118,26 +115,3 @@ def check_size(height: int | None, width: int | None, multiple: int) -> None:
         raise ValueError(
             f"{name} is {value}: it must be a multiple of {multiple}, for example --{name} {near}"
         )
-
-
-def choose_device(device: str) -> torch.device:
-    """The device named, or for "auto" CUDA where there is one and else the CPU."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:0") from None
-    count = torch.cuda.device_count()
-    if chosen.type == "cuda" and (chosen.index or 0) >= count:
-        raise ValueError(f"device {device} is not there ({count} CUDA devices): give --device cpu or auto")
-    return chosen
-
-
-def choose_dtype(dtype: str, device: torch.device) -> str:
-    """Name of the dtype asked for, or for "auto" bfloat16 on CUDA and float32 elsewhere."""
-    if dtype == "auto":
-        return "bfloat16" if device.type == "cuda" else "float32"
-    if dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}: give auto, {', '.join(DTYPES)}")
-    return dtype

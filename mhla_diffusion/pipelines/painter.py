@@ -1,0 +1,117 @@
+"""A loaded pipeline that draws requests, and the settings that each picture is stored with."""
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from mhla_diffusion.loading import load_pipeline
+from mhla_diffusion.pipelines.requests import Request, check_size
+from mhla_diffusion.pipelines.sana import FiniteWatch, MHLASanaPipeline
+from mhla_diffusion.provenance import versions
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What the stock SANA pipeline wants of a size, whatever its autoencoder needs.
+STOCK_SIZE_MULTIPLE = 32
+
+
+class Painter:
+    """A loaded pipeline that draws requests and knows the full settings of what it drew."""
+
+    def __init__(self, folder: Path, sha256: str, device: torch.device, dtype: str):
+        self.folder, self.sha256, self.device, self.dtype = folder, sha256, device, dtype
+        self.pipe = load_pipeline(folder, torch_dtype=DTYPES[dtype]).to(device)
+        self.pipe.set_progress_bar_config(desc="steps", leave=False, position=1, disable=None)
+        self.defaults = call_defaults(self.pipe)
+
+    def check(self, height: int | None, width: int | None, steps: int | None) -> None:
+        """Raise ValueError unless the pipeline can draw pictures of this size in this many steps."""
+        check_size(height, width, getattr(self.pipe, "size_multiple", STOCK_SIZE_MULTIPLE))
+        longest = self.pipe.scheduler.config.num_train_timesteps
+        if steps is not None and steps > longest:
+            raise ValueError(f"steps is {steps}: the scheduler has {longest}, for example --steps 20")
+
+    def draw(self, requests: Sequence[Request]) -> list[Image.Image]:
+        """One picture per request; all have the same size, steps and guidance."""
+        values = self.values(requests[0])
+        # Our own pipeline watches its latents itself.
+        watched = isinstance(self.pipe, MHLASanaPipeline)
+        watch = {} if watched else {"callback_on_step_end": FiniteWatch(None, ["latents"])}
+        return self.pipe(
+            prompt=[request.prompt for request in requests],
+            num_inference_steps=values["steps"],
+            guidance_scale=values["guidance"],
+            height=values["height"],
+            width=values["width"],
+            generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
+            **watch,
+        ).images
+
+    def values(self, request: Request) -> dict[str, Any]:
+        asked = {name: getattr(request, name) for name in self.defaults}
+        return {name: self.defaults[name] if value is None else value for name, value in asked.items()}
+
+    def settings(self, request: Request) -> dict[str, Any]:
+        """Everything that decides the picture, and where it was drawn, as JSON values."""
+        on_gpu = self.device.type == "cuda"
+        return {
+            "prompt": request.prompt,
+            "seed": request.seed,
+            **self.values(request),
+            "dtype": self.dtype,
+            "defaults": self.defaults,
+            "pipeline": self.folder.resolve().name,
+            "pipeline_class": type(self.pipe).__name__,
+            "pipeline_sha256": self.sha256,
+            "scheduler": type(self.pipe.scheduler).__name__,
+            "flow_shift": self.pipe.scheduler.config.get("flow_shift"),
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else self.device.type,
+            "versions": versions(("mhla_diffusion", "torch", "diffusers", "transformers")),
+        }
+
+
+def call_defaults(pipe: DiffusionPipeline) -> dict[str, Any]:
+    """Steps, guidance, height and width that the pipeline draws with when a call does not name them."""
+    if isinstance(pipe, MHLASanaPipeline):
+        height, width = pipe.default_size
+        return {
+            "steps": pipe.config.default_steps,
+            "guidance": pipe.config.default_guidance_scale,
+            "height": height,
+            "width": width,
+        }
+    parameters = inspect.signature(pipe.__call__).parameters
+    side = pipe.transformer.config.sample_size * pipe.vae_scale_factor
+    return {
+        "steps": parameters["num_inference_steps"].default,
+        "guidance": parameters["guidance_scale"].default,
+        "height": side,
+        "width": side,
+    }
+
+
+def choose_device(device: str) -> torch.device:
+    """The device named, or for "auto" CUDA where there is one and else the CPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:0") from None
+    count = torch.cuda.device_count()
+    if chosen.type == "cuda" and (chosen.index or 0) >= count:
+        raise ValueError(f"device {device} is not there ({count} CUDA devices): give --device cpu or auto")
+    return chosen
+
+
+def choose_dtype(dtype: str, device: torch.device) -> str:
+    """Name of the dtype asked for, or for "auto" bfloat16 on CUDA and float32 elsewhere."""
+    if dtype == "auto":
+        return "bfloat16" if device.type == "cuda" else "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}: give auto, {', '.join(DTYPES)}")
+    return dtype
