@@ -1,0 +1,73 @@
+"""Launch configurations of the Triton kernels, by GPU generation, head dim and dtype.
+
+A small fixed table instead of autotuning: the first call is fast and every run takes the same kernel. The first entry
+that a GPU can launch is used; `smaller` derives the steps down from it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Config", "launch_configs"]
+
+
+class Config(NamedTuple):
+    """BN tokens and BV value channels per tile, warps per program, stages of the software pipeline."""
+
+    BN: int
+    BV: int
+    num_warps: int
+    num_stages: int
+
+
+# (generation, bits of the dot operands, largest of the padded head dims) -> configuration.
+# Generation 9 is Hopper and newer (228 KiB of shared memory), 8 everything before (100 to 164 KiB, 64 KiB on Turing).
+# A state tile is BD x BV float32 whatever the dtype, hence the narrow tiles at head dim 256; float32 dots run on the
+# ordinary cores and keep their operands in registers.
+_TABLE = {
+    (9, 16, 32): Config(128, 32, 4, 2),
+    (9, 16, 64): Config(64, 64, 4, 2),
+    (9, 16, 128): Config(64, 64, 4, 2),
+    (9, 16, 256): Config(32, 32, 8, 1),
+    (9, 32, 32): Config(64, 32, 4, 2),
+    (9, 32, 64): Config(32, 32, 4, 2),
+    (9, 32, 128): Config(32, 32, 8, 1),
+    (9, 32, 256): Config(16, 16, 8, 1),
+    (8, 16, 32): Config(64, 32, 4, 2),
+    (8, 16, 64): Config(64, 32, 4, 2),
+    (8, 16, 128): Config(32, 32, 4, 2),
+    (8, 16, 256): Config(16, 32, 8, 1),
+    (8, 32, 32): Config(32, 32, 4, 1),
+    (8, 32, 64): Config(32, 32, 4, 1),
+    (8, 32, 128): Config(16, 32, 8, 1),
+    (8, 32, 256): Config(16, 16, 8, 1),
+}
+
+
+def smaller(config: Config) -> Config | None:
+    """The next configuration down in shared memory, or None at the bottom."""
+    if config.num_stages > 1:
+        return config._replace(num_stages=1)
+    if config.BN > 16:
+        return config._replace(BN=config.BN // 2)
+    if config.BV > 16:
+        return config._replace(BV=config.BV // 2)
+    return None
+
+
+def launch_configs(generation: int, dot_bits: int, padded_dim: int) -> list[Config]:
+    """Configurations to try in order, the preferred one first.
+
+    Args:
+        generation: CUDA compute capability's major number (0 under the interpreter, which takes any).
+        dot_bits: 16 for bf16 operands, 32 for float32 and tf32.
+        padded_dim: the larger of the key and value head dims, rounded up to a power of two, 16 to 256.
+    """
+    config: Config | None = _TABLE[
+        9 if generation >= 9 or generation == 0 else 8, dot_bits, max(padded_dim, 32)
+    ]
+    configs = []
+    while config is not None:
+        configs.append(config)
+        config = smaller(config)
+    return configs
