@@ -109,7 +109,8 @@ class Components:
     def instruction(self) -> list[str] | None:
         """The text put before every prompt: what the pipeline stores, else what its call does by default."""
         if "complex_human_instruction" in self.defaults:
-            return self.defaults["complex_human_instruction"]
+            stored = self.defaults["complex_human_instruction"]
+            return [stored] if isinstance(stored, str) and stored else None
         parameter = inspect.signature(self.pipeline_class.__call__).parameters.get("complex_human_instruction")
         return parameter.default if parameter is not None and isinstance(parameter.default, list) else None
 
@@ -140,9 +141,7 @@ def _pipeline_class_and_defaults(base: Path, model: ModelConfig) -> tuple[type, 
     """The class named by model_index.json (ours when there is none), and the values it stores besides components."""
     index = base / "model_index.json"
     facts = json.loads(index.read_text()) if index.is_file() else {}
-    name = facts.get("_class_name", "MHLASanaPipeline")
-    name = {"SanaPipeline": "MHLASanaPipeline"}.get(name, name)
-    cls = diffusers_class(name)
+    cls = diffusers_class(facts.get("_class_name", "MHLASanaPipeline"))
     allowed = inspect.signature(cls.__init__).parameters.keys() - {"self"}
     parts = {"tokenizer", "text_encoder", "vae", "transformer", "scheduler"}
     check_model_table(model.defaults, allowed - parts, "model.defaults")
@@ -174,8 +173,9 @@ def build_components(recipe: Recipe) -> Components:
             from mhla_diffusion import convert
 
             options = model.convert
-            transformer = convert(transformer, block_grid=tuple(options.block_grid), layers=options.layers,
-                                  gate=options.gate, local_conv=options.local_conv)
+            layers = "all" if options.layers is None else options.layers
+            transformer = convert(transformer, block_grid=options.block_grid, layers=layers, gate=options.gate,
+                                  local_conv=options.local_conv)
         if model.text_encoder is not None:
             text_encoder = fresh_text_encoder(model, len(tokenizer))
         else:

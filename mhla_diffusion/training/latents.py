@@ -49,7 +49,7 @@ def encode_source(source: PictureSource, vae: nn.Module, batch: int) -> LatentSe
         for start in range(0, len(bucket.captions), batch):
             pixels, kept = bucket.read(list(range(start, min(start + batch, len(bucket.captions)))))
             if kept:
-                parts.append(encode_pixels(vae, pixels).cpu())
+                parts.append(encode_pixels(vae, pixels).contiguous().cpu())  # as the cache will return them
                 texts += [bucket.captions[i] for i in kept]
         if parts:
             latents.append(torch.cat(parts))
@@ -126,12 +126,11 @@ def embed_captions(
     """Output of the frozen text encoder, as the pipeline itself encodes prompts, on the CPU."""
     pipeline = parts.pipeline()
     text_encoder = parts.text_encoder.to(device).eval()
-    options = {"complex_human_instruction": parts.instruction}
     values, masks = [], []
     for start in range(0, len(texts), batch):
         embeds, mask, _, _ = pipeline.encode_prompt(
             texts[start : start + batch], do_classifier_free_guidance=False, device=device,
-            max_sequence_length=length, **options,
+            max_sequence_length=length, complex_human_instruction=parts.instruction,
         )  # fmt: skip
         values.append(embeds.cpu())
         masks.append(mask.cpu().long())

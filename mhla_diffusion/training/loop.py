@@ -228,6 +228,8 @@ class _Training:
             self._export(step)
         bar.close()
         self.accelerator.end_training()
+        if self.main:
+            print(f"{step} of {run.steps} steps done; pipeline: {self.out / 'pipeline'}")
         speed = sum(self.speeds[1:]) / len(self.speeds[1:]) if self.speeds[1:] else (self.speeds or [float("nan")])[0]
         return Result(self.out, step, step == run.steps, self.loss, speed)
 
