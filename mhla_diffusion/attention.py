@@ -94,7 +94,9 @@ class SanaSelfAttention(Attention):
             processor=self._processor_class(),
         )
         if local_conv is not None and (type(local_conv) is not int or local_conv < 1 or local_conv % 2 == 0):
-            raise ValueError(f"local_conv={local_conv!r}: give an odd kernel size such as 3, or None for no convolution")
+            raise ValueError(
+                f"local_conv={local_conv!r}: give an odd kernel size such as 3, or None for no convolution"
+            )
         inner_dim = heads * dim_head
         self.to_gate = NeutralLinear(query_dim, inner_dim) if gate else None
         self.local_conv = (
@@ -178,7 +180,9 @@ class SanaSelfAttention(Attention):
 class MHLASanaAttnProcessor:
     """Runs `mhla_attention` on the weights of an `MHLASanaAttention`; holds nothing itself."""
 
-    def __call__(self, attn: "MHLASanaAttention", hidden_states: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+    def __call__(
+        self, attn: "MHLASanaAttention", hidden_states: torch.Tensor, grid: tuple[int, int]
+    ) -> torch.Tensor:
         query, key, value = attn.project(hidden_states)
         block_grid = effective_block_grid(grid, attn.block_grid)
         output = mhla_attention(

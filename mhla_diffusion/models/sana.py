@@ -46,8 +46,12 @@ class MHLASanaTransformerBlock(nn.Module):
 
         Written so that the same operations run in the same order as in the stock layer, hence bit equal without MHLA.
         """
-        modulation = self.scale_shift_table[None] + timestep.reshape(hidden_states.shape[0], 6, -1)  # (B, 6, C)
-        shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff = modulation.chunk(6, dim=1)  # (B, 1, C) each
+        modulation = self.scale_shift_table[None] + timestep.reshape(
+            hidden_states.shape[0], 6, -1
+        )  # (B, 6, C)
+        shift_attn, scale_attn, gate_attn, shift_ff, scale_ff, gate_ff = modulation.chunk(
+            6, dim=1
+        )  # (B, 1, C) each
 
         x = (self.norm1(hidden_states) * (1 + scale_attn) + shift_attn).to(hidden_states.dtype)
         if isinstance(self.attn1, SanaSelfAttention):
@@ -243,6 +247,14 @@ class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
             if isinstance(module, MHLASanaAttention):
                 module.backend = backend
 
+    def save_pretrained(self, save_directory, *args, **kwargs) -> None:
+        """Save as the stock models do; a mixing matrix shared between layers is written once for each of them."""
+        hook = self.register_state_dict_post_hook(clone_shared_tensors)
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            hook.remove()
+
     def initialise_new_weights(self, keys: list[str], device: torch.device | str | None = None) -> list[str]:
         """Give every named weight that a stock SANA lacks its documented start; returns the keys that are not such.
 
@@ -278,6 +290,18 @@ class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
                 f"it does not belong to this {cls.__name__} configuration"
             )
         return loaded
+
+
+def clone_shared_tensors(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    """State-dict hook: safetensors refuses two keys on the same memory, so every further one becomes a copy."""
+    seen = set()
+    for key, tensor in state_dict.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            continue
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape)
+        if memory in seen:
+            state_dict[key] = tensor.clone()
+        seen.add(memory)
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

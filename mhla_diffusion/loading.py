@@ -1,0 +1,129 @@
+"""`load_pipeline`: the right class for a pipeline folder, and clear words when it cannot be loaded.
+
+Everything is checked before torch or Diffusers is imported, so what is missing is reported at once.
+"""
+
+import importlib
+import json
+import os
+from pathlib import Path
+
+from .weights import DEFAULT_PIPELINE, find_pipeline, known_pipelines
+
+# Our pipeline and model classes by name, and the module of each.
+OUR_PIPELINES = {"MHLASanaPipeline": "mhla_diffusion.pipelines.sana"}
+OUR_MODELS = {"MHLASanaTransformer2DModel": "mhla_diffusion.models.sana"}
+
+
+def load_pipeline(name: str | os.PathLike = DEFAULT_PIPELINE, *, hub: bool = False, **kwargs):
+    """Load a pipeline with the class that its `model_index.json` names: one of ours, or a stock one from Diffusers.
+
+    Args:
+        name: path of a pipeline folder, or the name of one in a folder of `$MHLA_WEIGHTS`, in the `pipelines/` folder
+            of the checkout, or in an installed package; they are searched in this order.
+        hub: ask the Hugging Face Hub for `name` ("owner/name") when it is found nowhere. Nothing is downloaded
+            otherwise.
+        kwargs: for `from_pretrained`, such as `torch_dtype=torch.bfloat16`.
+
+    Returns:
+        The pipeline, a `diffusers.DiffusionPipeline`, on the CPU.
+
+    Raises:
+        ValueError: one line that says what is wrong and what to type: nothing found (with every place searched), not a
+            pipeline folder, a folder in a model's original layout, a file missing or cut short, a class that neither
+            this package nor Diffusers has, or an index that names a stock model for weights of one of ours.
+    """
+    name = os.fspath(name)
+    given = Path(name).expanduser()
+    check_layout(given)
+    try:
+        folder = find_pipeline(name)
+    except ValueError as error:
+        if given.exists():
+            raise
+        if not hub:
+            raise ValueError(f"{error}{what_there_is(given)}") from None
+        if name.count("/") != 1:
+            raise ValueError(f"{error}; the Hub takes names like owner/name only") from None
+        return load_from_hub(name, kwargs)
+    return class_named(check_models(folder), folder).from_pretrained(folder, **kwargs)
+
+
+def load_from_hub(name: str, kwargs: dict):
+    """Download the index of a repository, choose its class, and let that download the rest."""
+    from diffusers import DiffusionPipeline
+
+    about_the_index = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
+    index = DiffusionPipeline.load_config(name, **{k: v for k, v in kwargs.items() if k in about_the_index})
+    return class_named(index.get("_class_name"), name).from_pretrained(name, **kwargs)
+
+
+def class_named(name, place: Path | str) -> type:
+    """A pipeline class of ours or of Diffusers by its name. Raises ValueError when neither has it."""
+    if name in OUR_PIPELINES:
+        return getattr(importlib.import_module(OUR_PIPELINES[name]), name)
+    import diffusers
+
+    if not isinstance(name, str) or not hasattr(diffusers, name):
+        raise ValueError(
+            f"{place} wants the pipeline class {name!r}, which neither this mhla_diffusion "
+            f"({', '.join(OUR_PIPELINES)}) nor diffusers {diffusers.__version__} has: upgrade the one it comes from"
+        )
+    return getattr(diffusers, name)
+
+
+def check_layout(folder: Path) -> None:
+    """Raise ValueError when `folder` holds pipelines one level deeper, or a model in its original layout."""
+    if not folder.is_dir() or (folder / "model_index.json").is_file():
+        return
+    inside = sorted(path.parent.name for path in folder.glob("*/model_index.json"))
+    if inside:
+        raise ValueError(
+            f"{folder} holds the pipelines {', '.join(inside)}: give one of them, {folder / inside[0]}"
+        )
+    patterns = ("*.pth", "*.pt", "*.ckpt", "*/*.pth", "*/*.pt", "*/*.ckpt")
+    original = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    if not (folder / "config.json").is_file():
+        original += sorted(folder.glob("*.safetensors"))
+    if original:
+        raise ValueError(
+            f"{folder} holds a model in its original layout ({original[0].relative_to(folder)}, no model_index.json): "
+            f"convert it with Diffusers' scripts/convert_sana_to_diffusers.py --orig_ckpt_path {original[0]} "
+            f"--dump_path {folder}-diffusers --save_full_pipeline (for Wan: convert_wan_to_diffusers.py), "
+            "then give the new folder"
+        )
+
+
+def check_models(folder: Path) -> str | None:
+    """Name of the pipeline class; ValueError when the index gives weights of our models to another class.
+
+    A stock class would load such weights, drop every mixing matrix with a log line, and draw wrong pictures.
+    """
+    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    for part, value in index.items():
+        if not isinstance(value, list) or len(value) != 2:
+            continue
+        library, name = value
+        if library == "mhla_diffusion" and name not in OUR_MODELS:
+            raise ValueError(
+                f"{folder} wants the model class {name!r}, which this mhla_diffusion does not have "
+                f"(it has {', '.join(OUR_MODELS)}): upgrade it"
+            )
+        config = folder / part / "config.json"
+        if name in OUR_MODELS or not config.is_file():
+            continue
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        if settings.get("_class_name") in OUR_MODELS or any(key.startswith("mhla_") for key in settings):
+            ours = settings["_class_name"] if settings.get("_class_name") in OUR_MODELS else "MHLA..."
+            raise ValueError(
+                f"{folder / 'model_index.json'} names {name} for {part}/, but the weights there are of {ours}, whose "
+                f'mixing matrices {name} would drop: write "{part}": ["mhla_diffusion", "{ours}"]'
+            )
+    return index.get("_class_name")
+
+
+def what_there_is(given: Path) -> str:
+    """The pipelines that can be named instead, as the end of an error message."""
+    found = {name: str(folder) for name, folder in known_pipelines().items()}
+    found |= {str(path.parent): "" for path in sorted(given.absolute().parent.glob("*/model_index.json"))}
+    return f"; found: {', '.join(found)}" if found else ""
