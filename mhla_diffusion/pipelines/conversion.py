@@ -6,8 +6,14 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from diffusers import SanaTransformer2DModel
+from safetensors import safe_open
+
 from mhla_diffusion.models.convert import convert
 from mhla_diffusion.weights import check_pipeline, check_safetensors
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def convert_folder(
@@ -43,13 +49,8 @@ def convert_folder(
             f"{folder} holds a {class_name}; only a stock SanaTransformer2DModel can be converted"
         )
 
-    from diffusers import SanaTransformer2DModel
-
-    model = convert(
-        SanaTransformer2DModel.from_pretrained(folder, torch_dtype="auto", local_files_only=True),
-        block_grid=tuple(block_grid),
-        layers=layers,
-    )
+    stock = SanaTransformer2DModel.from_pretrained(folder, dtype=stored_dtype(folder), local_files_only=True)
+    model = convert(stock, block_grid=tuple(block_grid), layers=layers)
     part = out.absolute().with_name(f".{out.name}.{os.getpid()}.part")
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -67,3 +68,12 @@ def convert_folder(
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return out
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """The narrowest floating type among the stored tensors; a half-precision model keeps some in float32."""
+    names = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.get_slice(key).get_dtype() for key in file.keys())
+    return next((DTYPES[name] for name in ("F16", "BF16") if name in names), torch.float32)

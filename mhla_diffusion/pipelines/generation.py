@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from PIL import Image
 from tqdm import tqdm
 
+from mhla_diffusion.loading import check_layout
 from mhla_diffusion.pipelines.pictures import contact_sheet, read_settings, save_picture, write_atomically
 from mhla_diffusion.pipelines.requests import (
     Request,
@@ -80,6 +81,7 @@ def generate(
             raise ValueError(
                 f"--sheet {sheet} --columns {columns}: give the name of a PNG file and at least 1 column"
             )
+    check_layout(Path(pipeline).expanduser())
     folder = find_pipeline(pipeline)
 
     # Imported late: torch and Diffusers take seconds, and mistakes should be named at once.

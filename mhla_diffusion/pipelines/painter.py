@@ -1,17 +1,20 @@
 """A loaded pipeline that draws requests, and the settings that each picture is stored with."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import DiffusionPipeline
+import transformers
+from diffusers import SanaPipeline
 from PIL import Image
 
 from mhla_diffusion.loading import load_pipeline
 from mhla_diffusion.pipelines.requests import Request, check_size
-from mhla_diffusion.pipelines.sana import FiniteWatch, MHLASanaPipeline
+from mhla_diffusion.pipelines.sana import BINNED_SAMPLE_SIZES, FiniteWatch, MHLASanaPipeline
 from mhla_diffusion.provenance import versions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -24,7 +27,12 @@ class Painter:
 
     def __init__(self, folder: Path, sha256: str, device: torch.device, dtype: str):
         self.folder, self.sha256, self.device, self.dtype = folder, sha256, device, dtype
-        self.pipe = load_pipeline(folder, torch_dtype=DTYPES[dtype]).to(device)
+        with quiet_loading():
+            self.pipe = load_pipeline(folder, dtype=DTYPES[dtype]).to(device)
+        if not isinstance(self.pipe, SanaPipeline):
+            raise ValueError(
+                f"{folder} is a {type(self.pipe).__name__}: give a text-to-image pipeline (SANA)"
+            )
         self.pipe.set_progress_bar_config(desc="steps", leave=False, position=1, disable=None)
         self.defaults = call_defaults(self.pipe)
 
@@ -38,9 +46,6 @@ class Painter:
     def draw(self, requests: Sequence[Request]) -> list[Image.Image]:
         """One picture per request; all have the same size, steps and guidance."""
         values = self.values(requests[0])
-        # Our own pipeline watches its latents itself.
-        watched = isinstance(self.pipe, MHLASanaPipeline)
-        watch = {} if watched else {"callback_on_step_end": FiniteWatch(None, ["latents"])}
         return self.pipe(
             prompt=[request.prompt for request in requests],
             num_inference_steps=values["steps"],
@@ -48,8 +53,18 @@ class Painter:
             height=values["height"],
             width=values["width"],
             generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
-            **watch,
+            **self.stock_arguments(),
         ).images
+
+    def stock_arguments(self) -> dict[str, Any]:
+        """What the stock pipeline must be told and ours does by itself."""
+        if isinstance(self.pipe, MHLASanaPipeline):
+            return {}
+        return {
+            "callback_on_step_end": FiniteWatch(None, ["latents"]),
+            # It has lists of resolutions for some sample sizes and fails for the others unless told not to.
+            "use_resolution_binning": self.pipe.transformer.config.sample_size in BINNED_SAMPLE_SIZES,
+        }
 
     def values(self, request: Request) -> dict[str, Any]:
         asked = {name: getattr(request, name) for name in self.defaults}
@@ -74,7 +89,22 @@ class Painter:
         }
 
 
-def call_defaults(pipe: DiffusionPipeline) -> dict[str, Any]:
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Without the libraries' own progress bars, of which loading a pipeline shows several a second."""
+    libraries = [
+        log for log in (diffusers.utils.logging, transformers.utils.logging) if log.is_progress_bar_enabled()
+    ]
+    for library in libraries:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in libraries:
+            library.enable_progress_bar()
+
+
+def call_defaults(pipe: SanaPipeline) -> dict[str, Any]:
     """Steps, guidance, height and width that the pipeline draws with when a call does not name them."""
     if isinstance(pipe, MHLASanaPipeline):
         height, width = pipe.default_size
