@@ -1,7 +1,7 @@
-"""Diffusion transformers with multi-head linear attention over token blocks, as Hugging Face Diffusers pipelines.
+"""Diffusion transformers with multi-head linear attention over token blocks, as Diffusers pipelines.
 
-Importing this package is cheap: every public name is imported from its module when it is first used, so nothing here
-needs Diffusers, Triton, a GPU or a network. `import mhla_diffusion` also lets Diffusers' own
+Importing this package is cheap: every public name is imported from its module when it is first used, so
+nothing here needs Diffusers, Triton, a GPU or a network. `import mhla_diffusion` also lets Diffusers' own
 `DiffusionPipeline.from_pretrained` load pipelines whose `model_index.json` names our models.
 """
 
@@ -14,7 +14,7 @@ _HOME_OF = {
     "MHLASanaAttention": "mhla_diffusion.attention",
     "MHLASanaPipeline": "mhla_diffusion.pipelines.sana",
     "MHLASanaTransformer2DModel": "mhla_diffusion.models.sana",
-    # Diffusers looks its base class up *inside* the library that a model_index.json names, hence this name here.
+    # Diffusers looks its base class up *inside* the library that a model_index.json names.
     "ModelMixin": "diffusers",
     "block_table": "mhla_diffusion.blocks",
     "convert": "mhla_diffusion.models.convert",
@@ -45,15 +45,15 @@ _DIFFUSERS_LOADER = "diffusers.pipelines.pipeline_loading_utils"
 
 
 def _register_with_diffusers(loader) -> None:
-    """Make `["mhla_diffusion", "MHLA..."]` a component that Diffusers loads, saves and accepts from the Hub."""
+    """Make `["mhla_diffusion", "MHLA..."]` a component that Diffusers loads, saves and downloads."""
     loader.LOADABLE_CLASSES[__name__] = {"ModelMixin": ["save_pretrained", "from_pretrained"]}
 
 
 class _RegisterOnImport(importlib.abc.MetaPathFinder):
     """Registers this package at the moment when Diffusers' loader is imported, and does nothing else.
 
-    Importing Diffusers here instead would cost two seconds at each start of a program, and would tie the operator,
-    which needs torch only, to it.
+    Importing Diffusers here instead would cost two seconds at each start of a program, and would tie the
+    operator, which needs torch only, to it.
     """
 
     def find_spec(self, name, path=None, target=None):

@@ -1,8 +1,9 @@
 """The self-attention modules that are put into the models, and their stateless processors.
 
-A module keeps the names of the stock attention (`to_q, to_k, to_v, to_out.0, norm_q, norm_k`), so checkpoints, LoRA and
-quantisation go on working, and holds every new weight: `mixing`, and by option `to_gate`, `local_conv`, `norm_out`.
-A processor holds none. The token grid is an argument of `forward`: no hook, context or state carries it.
+A module keeps the names of the stock attention (`to_q, to_k, to_v, to_out.0, norm_q, norm_k`), so
+checkpoints, LoRA and quantisation go on working, and holds every new weight: `mixing`, and by option
+`to_gate`, `local_conv`, `norm_out`. A processor holds none. The token grid is an argument of `forward`: no
+hook, context or state carries it.
 
 Shape names: B batch, N tokens, C channels, H heads, D channels of a head, M blocks.
 """
@@ -19,12 +20,12 @@ from .blocks import effective_block_grid
 from .mixing import BlockMixing
 from .ops import mhla_attention
 
-# SiLU(GATE_SHIFT) = 1: a gate whose projection is zero leaves the output as it is, and weight decay pulls it there.
+# SiLU(GATE_SHIFT) = 1: a gate whose projection is zero changes nothing, and weight decay pulls it there.
 GATE_SHIFT = 1.2784645
 
 
 class OutputScale(nn.Module):
-    """The weight of the per-head RMSNorm behind the read-out; `forward()` returns it `(D,)` for the fused operator."""
+    """Weight `(D,)` of the per-head RMSNorm behind the read-out; `forward()` returns it for the operator."""
 
     def __init__(self, head_dim: int):
         super().__init__()
@@ -64,7 +65,8 @@ class SanaSelfAttention(Attention):
         heads, dim_head: H and D.
         qk_norm, dropout, bias: as in the stock `Attention`.
         gate: multiply the core's output by `SiLU(to_gate(x) + 1.2784645)`; 1 at first.
-        local_conv: odd kernel size of a depthwise convolution on V, added behind the gate; 0 at first. None: off.
+        local_conv: odd kernel size of a depthwise convolution on V, added behind the gate (0 at first), or
+            None for no convolution.
     """
 
     _processor_class: type
@@ -136,9 +138,9 @@ class SanaSelfAttention(Attention):
         *,
         grid: tuple[int, int],
     ) -> torch.Tensor:
-        """Self-attention of tokens `(B, N, C)` in raster order on `grid` = (rows, columns), N = rows * columns.
+        """Self-attention of tokens `(B, N, C)`, in raster order on `grid` = (rows, columns).
 
-        Raises ValueError when `encoder_hidden_states` or `attention_mask` is given: neither has a meaning here.
+        Raises ValueError when `encoder_hidden_states` or `attention_mask` is given: neither has a meaning.
         """
         if encoder_hidden_states is not None or attention_mask is not None:
             raise ValueError(
@@ -226,8 +228,8 @@ class MHLASanaAttention(SanaSelfAttention):
     """Multi-head linear attention over token blocks (arXiv 2601.07832, Sec. 3) in SANA's self-attention slot.
 
     Args (besides those of `SanaSelfAttention`):
-        block_grid: blocks per axis, (rows, columns). M is their product. A grid with fewer tokens than blocks on an
-            axis uses one block per token there, with the mixing matrix interpolated.
+        block_grid: blocks per axis, (rows, columns). M is their product. A grid with fewer tokens than blocks
+            on an axis uses one block per token there, with the mixing matrix interpolated.
         feature_eps, normalizer, denominator_eps: see `mhla_attention`.
         norm_out: RMSNorm of each head's output, with one weight `(D,)` for all heads.
         mixing_init, mixing_normalization, mixing_learnable: see `BlockMixing`.

@@ -16,22 +16,23 @@ OUR_MODELS = {"MHLASanaTransformer2DModel": "mhla_diffusion.models.sana"}
 
 
 def load_pipeline(name: str | os.PathLike = DEFAULT_PIPELINE, *, hub: bool = False, **kwargs):
-    """Load a pipeline with the class that its `model_index.json` names: one of ours, or a stock one from Diffusers.
+    """Load a pipeline with the class that its `model_index.json` names, one of ours or a stock one.
 
     Args:
-        name: path of a pipeline folder, or the name of one in a folder of `$MHLA_WEIGHTS`, in the `pipelines/` folder
-            of the checkout, or in an installed package; they are searched in this order.
-        hub: ask the Hugging Face Hub for `name` ("owner/name") when it is found nowhere. Nothing is downloaded
-            otherwise.
+        name: path of a pipeline folder, or the name of one in a folder of `$MHLA_WEIGHTS`, in the
+            `pipelines/` folder of the checkout, or in an installed package; they are searched in this order.
+        hub: ask the Hugging Face Hub for `name` ("owner/name") when it is found nowhere. Nothing is
+            downloaded otherwise.
         kwargs: for `from_pretrained`, such as `torch_dtype=torch.bfloat16`.
 
     Returns:
         The pipeline, a `diffusers.DiffusionPipeline`, on the CPU.
 
     Raises:
-        ValueError: one line that says what is wrong and what to type: nothing found (with every place searched), not a
-            pipeline folder, a folder in a model's original layout, a file missing or cut short, a class that neither
-            this package nor Diffusers has, or an index that names a stock model for weights of one of ours.
+        ValueError: one line that says what is wrong and what to type: nothing found (with every place
+            searched), not a pipeline folder, a folder in a model's original layout, a file missing or cut
+            short, a class that neither this package nor Diffusers has, or an index that names a stock model
+            for weights of one of ours.
     """
     name = os.fspath(name)
     given = Path(name).expanduser()
@@ -67,7 +68,8 @@ def class_named(name, place: Path | str) -> type:
     if not isinstance(name, str) or not hasattr(diffusers, name):
         raise ValueError(
             f"{place} wants the pipeline class {name!r}, which neither this mhla_diffusion "
-            f"({', '.join(OUR_PIPELINES)}) nor diffusers {diffusers.__version__} has: upgrade the one it comes from"
+            f"({', '.join(OUR_PIPELINES)}) nor diffusers {diffusers.__version__} has: upgrade the one it "
+            "comes from"
         )
     return getattr(diffusers, name)
 
@@ -87,10 +89,10 @@ def check_layout(folder: Path) -> None:
         original += sorted(folder.glob("*.safetensors"))
     if original:
         raise ValueError(
-            f"{folder} holds a model in its original layout ({original[0].relative_to(folder)}, no model_index.json): "
-            f"convert it with Diffusers' scripts/convert_sana_to_diffusers.py --orig_ckpt_path {original[0]} "
-            f"--dump_path {folder}-diffusers --save_full_pipeline (for Wan: convert_wan_to_diffusers.py), "
-            "then give the new folder"
+            f"{folder} holds a model in its original layout ({original[0].relative_to(folder)}, no "
+            "model_index.json): convert it with Diffusers' scripts/convert_sana_to_diffusers.py "
+            f"--orig_ckpt_path {original[0]} --dump_path {folder}-diffusers --save_full_pipeline (for Wan: "
+            "convert_wan_to_diffusers.py), then give the new folder"
         )
 
 
@@ -116,7 +118,8 @@ def check_models(folder: Path) -> str | None:
         if settings.get("_class_name") in OUR_MODELS or any(key.startswith("mhla_") for key in settings):
             ours = settings["_class_name"] if settings.get("_class_name") in OUR_MODELS else "MHLA..."
             raise ValueError(
-                f"{folder / 'model_index.json'} names {name} for {part}/, but the weights there are of {ours}, whose "
+                f"{folder / 'model_index.json'} names {name} for {part}/, but the weights there are of "
+                f"{ours}, whose "
                 f'mixing matrices {name} would drop: write "{part}": ["mhla_diffusion", "{ours}"]'
             )
     return index.get("_class_name")

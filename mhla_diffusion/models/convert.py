@@ -1,4 +1,4 @@
-"""`convert` a stock Diffusers model into ours on the same tensors, and `restore` it. No live model is ever patched."""
+"""`convert` a stock model into ours on the same tensors, and `restore` it. No live model is ever patched."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -32,26 +32,26 @@ def convert(
 ) -> MHLASanaTransformer2DModel:
     """Our class for a stock transformer, on the same tensors (nothing is copied, nothing else is touched).
 
-    `pipe.transformer = convert(pipe.transformer, block_grid=(4, 4))` is all that a pipeline needs. A gate, a local
-    convolution and an output norm start neutral, and the numerics stay those of the stock model, so with one block,
-    `block_grid=(1, 1)`, the converted model equals the stock one (1e-5 relative in float32).
+    `pipe.transformer = convert(pipe.transformer, block_grid=(4, 4))` is all that a pipeline needs. A gate, a
+    local convolution and an output norm start neutral, and the numerics stay those of the stock model, so
+    with one block, `block_grid=(1, 1)`, the converted model equals the stock one (1e-5 relative in float32).
 
     Args:
         model: a `SanaTransformer2DModel`; it stays usable, and shares its storage with the result.
         block_grid: blocks per axis (rows, columns); counts, not sizes, so that every resolution works.
         layers: "all", or the indices of the layers to convert.
-        gate, local_conv, norm_out, mixing_init, mixing_normalization, mixing_learnable, per_head_mixing, other_layers:
-            the `mhla_` options of `MHLASanaTransformer2DModel`.
+        gate, local_conv, norm_out, other_layers, and the mixing options: as the `mhla_` arguments of
+            `MHLASanaTransformer2DModel`.
 
-    Raises ValueError (one line that says what is allowed) on another kind of model, on a model that is quantised,
-    offloaded or carries adapters, and on an option outside its range.
+    Raises ValueError (one line that says what is allowed) on another kind of model, on a model that is
+    quantised, offloaded or carries adapters, and on an option outside its range.
     """
     if unknown:
         name = next(iter(unknown))
         raise ValueError(
-            f"convert() has no option {name!r}: block_grid=(rows, columns) gives the number of blocks per axis "
-            "(not their size; any counts fit any picture), the others are layers, gate, local_conv, norm_out, "
-            "other_layers, mixing_init, mixing_normalization, mixing_learnable, per_head_mixing"
+            f"convert() has no option {name!r}: block_grid=(rows, columns) gives the number of blocks per "
+            "axis (not their size; any counts fit any picture), the others are layers, gate, local_conv, "
+            "norm_out, other_layers, mixing_init, mixing_normalization, mixing_learnable, per_head_mixing"
         )
     if isinstance(layers, str) and layers != "all":
         raise ValueError(f"layers={layers!r}: give 'all' or a list of layer indices")
@@ -80,10 +80,11 @@ def convert(
 
 
 def restore(model: MHLASanaTransformer2DModel) -> SanaTransformer2DModel:
-    """The stock model again, on the same tensors; what MHLA added (mixing, gate, local convolution) is left out.
+    """The stock model again, on the same tensors, without what MHLA added.
 
-    Undoes `convert`: the result equals the original model bit for bit as long as no weight was changed in between.
-    Raises ValueError when the model is not one of ours, or is quantised, offloaded or carries adapters.
+    Undoes `convert`: the result equals the original model bit for bit as long as no weight was changed in
+    between. Raises ValueError when the model is not one of ours, or is quantised, offloaded or carries
+    adapters.
     """
     stock_class = next((stock for ours, stock in STOCK_CLASS_OF.items() if isinstance(model, ours)), None)
     if stock_class is None:
@@ -137,10 +138,10 @@ def check_usable(model: ModelMixin, action: str) -> None:
 def rebuild(
     model: ModelMixin, target: Callable[..., ModelMixin], options: dict
 ) -> tuple[ModelMixin, list[str]]:
-    """A model of class `target` on the tensors of `model`, and the keys of `target` that `model` does not have.
+    """A model of class `target` on the tensors of `model`, and the keys that `model` does not have.
 
-    Each weight is a new Parameter on the same storage: a later `to(device)` or `requires_grad_` of one model leaves
-    the other as it is, while in-place updates are seen by both.
+    Each weight is a new Parameter on the same storage: a later `to(device)` or `requires_grad_` of one model
+    leaves the other as it is, while in-place updates are seen by both.
     """
     stock_arguments = set(inspect.signature(STOCK_CLASS_OF[our_class(model)].__init__).parameters) - {"self"}
     arguments = {name: value for name, value in model.config.items() if name in stock_arguments}
@@ -160,7 +161,7 @@ def rebuild(
 
 
 def copy_buffers(source: nn.Module, target: nn.Module) -> None:
-    """Let `target` use the buffers of `source`: those that no state dict holds (position tables) were made anew."""
+    """Let `target` use the buffers of `source`, also those that no state dict holds (position tables)."""
     theirs: dict[str, torch.Tensor] = dict(source.named_buffers())
     for name, _ in list(target.named_buffers()):
         owner, _, attribute = name.rpartition(".")

@@ -44,7 +44,8 @@ class MHLASanaTransformerBlock(nn.Module):
     ) -> torch.Tensor:
         """One layer on tokens `(B, N, C)`, N = height * width; arguments as in the stock layer.
 
-        Written so that the same operations run in the same order as in the stock layer, hence bit equal without MHLA.
+        Written so that the same operations run in the same order as in the stock layer, hence bit equal
+        without MHLA.
         """
         modulation = self.scale_shift_table[None] + timestep.reshape(
             hidden_states.shape[0], 6, -1
@@ -80,22 +81,23 @@ TransformerBlockRegistry.register(
 class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
     """`SanaTransformer2DModel` with MHLA (arXiv 2601.07832) as the self-attention of chosen layers.
 
-    Takes every argument of the stock model and keeps its keys; with the same seed all shared weights start equal to
-    the stock model's. Input and output as stock: latents `(B, in_channels, h, w)`, captions `(B, L, caption_channels)`.
+    Takes every argument of the stock model and keeps its keys; with the same seed all shared weights start
+    equal to the stock model's. Latents `(B, in_channels, h, w)`, captions `(B, L, caption_channels)`.
 
     Args (besides the stock ones):
-        mhla_layers: indices of the layers that use MHLA; None means all, `[]` none (then equal to stock bit for bit).
+        mhla_layers: indices of the layers that use MHLA; None: all, `[]`: none (equal to stock bit for bit).
         mhla_block_grid: blocks per axis, (rows, columns): counts, so one model serves every resolution.
         mhla_feature_eps: added to relu(q), relu(k); 0 in a converted SANA.
         mhla_normalizer: "paper", "none" or "official", see `mhla_attention`.
-        mhla_denominator_eps: added to the denominator; None is the operator's default, 1e-15 in a converted SANA.
+        mhla_denominator_eps: added to the denominator; None: the operator's default. 1e-15 when converted.
         mhla_gate: multiply the output by SiLU(to_gate(x) + 1.2784645), 1 at first.
-        mhla_local_conv: kernel size of a depthwise convolution on V (3 is the paper's CPE), 0 at first; None: off.
+        mhla_local_conv: kernel size of a depthwise convolution on V (3: the paper's CPE), 0 at first, or
+            None for no convolution.
         mhla_norm_out: per-head RMSNorm of the output, in MHLA layers.
         mhla_mixing_init, mhla_mixing_normalization, mhla_mixing_learnable: see `BlockMixing`.
         mhla_per_head_mixing: one mixing matrix for each head.
-        mhla_other_layers: what the layers not listed use: "stock" (SANA's linear attention, untouched) or "softmax"
-            (softmax attention, with gate and local convolution as in the MHLA layers, for comparisons).
+        mhla_other_layers: what the layers not listed use: "stock" (SANA's linear attention, untouched) or
+            "softmax" (for comparisons, with gate and local convolution as in the MHLA layers).
 
     Raises ValueError on a value outside the allowed ones.
     """
@@ -183,7 +185,8 @@ class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
             "gate": mhla_gate,
             "local_conv": mhla_local_conv,
         }
-        # The new attentions' own projections are replaced by the stock ones, so drawing them must not move the seed.
+        # The new attentions' own projections are replaced by the stock ones, so drawing them must not move
+        # the seed.
         with torch.random.fork_rng(devices=[]):
             for index, stock in enumerate(self.transformer_blocks):
                 attn1 = None
@@ -218,13 +221,13 @@ class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
     ):
         """The stock forward pass: latents `(B, in_channels, h, w)` -> sample `(B, out_channels, h, w)`.
 
-        Raises ValueError when `attention_mask` is given (the stock model accepts and ignores it) or when the latents
-        do not divide into patches.
+        Raises ValueError when `attention_mask` is given (the stock model accepts and ignores it) or when the
+        latents do not divide into patches.
         """
         if attention_mask is not None:
             raise ValueError(
-                "attention_mask: linear self-attention over blocks cannot leave tokens out; drop the argument, "
-                "and mask captions with encoder_attention_mask"
+                "attention_mask: linear self-attention over blocks cannot leave tokens out; drop the "
+                "argument, and mask captions with encoder_attention_mask"
             )
         height, width = hidden_states.shape[-2:]
         patch = self.config.patch_size
@@ -248,7 +251,7 @@ class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
                 module.backend = backend
 
     def save_pretrained(self, save_directory, *args, **kwargs) -> None:
-        """Save as the stock models do; a mixing matrix shared between layers is written once for each of them."""
+        """Save as the stock models do; a mixing matrix shared between layers is written for each of them."""
         hook = self.register_state_dict_post_hook(clone_shared_tensors)
         try:
             super().save_pretrained(save_directory, *args, **kwargs)
@@ -256,7 +259,7 @@ class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
             hook.remove()
 
     def initialise_new_weights(self, keys: list[str], device: torch.device | str | None = None) -> list[str]:
-        """Give every named weight that a stock SANA lacks its documented start; returns the keys that are not such.
+        """Give each named weight that a stock SANA lacks its documented start; returns the other keys.
 
         Weights still on the meta device are put on `device`, or else on that of the same layer's projections.
         """
@@ -279,21 +282,21 @@ class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
 
     @classmethod
     def _load_pretrained_model(cls, model, *args, **kwargs):
-        # `from_pretrained` leaves what the checkpoint lacks on the meta device: loading a stock SANA would give mixing
-        # matrices without values. This is where they get their documented start.
+        # `from_pretrained` leaves what the checkpoint lacks on the meta device: loading a stock SANA would
+        # give mixing matrices without values. This is where they get their documented start.
         loaded = super()._load_pretrained_model(model, *args, **kwargs)
         missing = loaded[1]
         lost = loaded[0].initialise_new_weights(missing)
         if lost:
             raise ValueError(
-                f"the checkpoint lacks {len(lost)} of the model's weights ({', '.join(sorted(lost)[:3])}, ...): "
-                f"it does not belong to this {cls.__name__} configuration"
+                f"the checkpoint lacks {len(lost)} of the model's weights ({', '.join(sorted(lost)[:3])}, "
+                f"...): it does not belong to this {cls.__name__} configuration"
             )
         return loaded
 
 
 def clone_shared_tensors(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """State-dict hook: safetensors refuses two keys on the same memory, so every further one becomes a copy."""
+    """State-dict hook: safetensors refuses two keys on one memory, so every further one becomes a copy."""
     seen = set()
     for key, tensor in state_dict.items():
         if not isinstance(tensor, torch.Tensor) or tensor.is_meta:

@@ -20,14 +20,14 @@ BINNED_SAMPLE_SIZES = (16, 32, 64, 128)
 
 
 class MHLASanaPipeline(SanaPipeline):
-    """`SanaPipeline` whose defaults come from its own `model_index.json`, so that `pipe("a red apple")` just draws.
+    """`SanaPipeline` with its defaults kept in `model_index.json`, so that `pipe("a red apple")` just draws.
 
-    A batch is prompt-major (all pictures of the first prompt come first), and picture i equals its single run.
+    A batch is prompt-major (all pictures of the first prompt first), and picture i equals its single run.
 
-    Args (besides the stock components; all saved with the pipeline, each the default of the like-named call argument):
+    Args (besides the stock components; saved with the pipeline, each the default of a call argument):
         default_steps: denoising steps (`num_inference_steps`).
         default_guidance_scale: classifier-free guidance (`guidance_scale`); 1 or less means none.
-        default_height, default_width: pixels; None is the size that the transformer's `sample_size` stands for.
+        default_height, default_width: pixels; None: the size that the transformer was made for.
         default_negative_prompt: what guidance leads away from.
         max_sequence_length: tokens that a caption is padded or cut to.
         complex_human_instruction: text put before every prompt, None for none; a list of lines is joined.
@@ -67,7 +67,7 @@ class MHLASanaPipeline(SanaPipeline):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As in Diffusers; a folder in another layout, or one whose index is wrong, raises a one-line ValueError."""
+        """As in Diffusers; a folder in another layout or with a wrong index raises a one-line ValueError."""
         folder = Path(pretrained_model_name_or_path)
         check_layout(folder)
         if (folder / "model_index.json").is_file():
@@ -126,7 +126,7 @@ class MHLASanaPipeline(SanaPipeline):
             `SanaPipelineOutput(images=...)`, or `(images,)` with `return_dict=False`.
 
         Raises:
-            ValueError: an argument that cannot work, in one line that says what is allowed, before anything is computed.
+            ValueError: an argument that cannot work, before anything is computed; says what is allowed.
             FloatingPointError: the latents became infinite or NaN; names the first such step.
         """
         config = self.config
@@ -181,8 +181,9 @@ class MHLASanaPipeline(SanaPipeline):
             and prompt_embeds.shape[1] != length
         ):
             raise ValueError(
-                f"prompt_embeds hold {prompt_embeds.shape[1]} tokens but the negative prompt will hold {length}: "
-                f"pass max_sequence_length={prompt_embeds.shape[1]} or negative_prompt_embeds of the same length"
+                f"prompt_embeds hold {prompt_embeds.shape[1]} tokens but the negative prompt will hold "
+                f"{length}: pass max_sequence_length={prompt_embeds.shape[1]} or negative_prompt_embeds of "
+                "the same length"
             )
         prompts = self._number_of_prompts(prompt, prompt_embeds)
         self._check_noise(generator, latents, prompts * num_images_per_prompt, height, width, binning)
@@ -229,8 +230,9 @@ class MHLASanaPipeline(SanaPipeline):
     ) -> tuple[torch.Tensor | None, ...]:
         """The stock encoding, with embeddings and masks both in prompt-major order.
 
-        Returns prompt embeddings `(B, L, C)` and mask `(B, L)`, then the negative ones (None without guidance), where
-        B = prompts * num_images_per_prompt. The stock method repeats the masks in another order than the embeddings.
+        Returns prompt embeddings `(B, L, C)` and mask `(B, L)`, then the negative ones (None without
+        guidance), where B = prompts * num_images_per_prompt. The stock method repeats the masks in another
+        order than the embeddings.
         """
         encoded = super().encode_prompt(
             prompt, do_classifier_free_guidance, negative_prompt, 1, *args, **kwargs
@@ -262,7 +264,8 @@ class MHLASanaPipeline(SanaPipeline):
         unknown = set(callback_on_step_end_tensor_inputs or ()) - set(self._callback_tensor_inputs)
         if unknown:
             raise ValueError(
-                f"callback_on_step_end_tensor_inputs={sorted(unknown)}: choose among {self._callback_tensor_inputs}"
+                f"callback_on_step_end_tensor_inputs={sorted(unknown)}: choose among "
+                f"{self._callback_tensor_inputs}"
             )
         if (prompt is None) == (prompt_embeds is None):
             raise ValueError("give either prompt or prompt_embeds, one of the two")
@@ -294,8 +297,8 @@ class MHLASanaPipeline(SanaPipeline):
                 raise ValueError("negative_prompt_embeds go with prompt_embeds: give both, or texts for both")
             if negative_prompt_embeds.shape != prompt_embeds.shape:
                 raise ValueError(
-                    f"negative_prompt_embeds have shape {tuple(negative_prompt_embeds.shape)}: they need that of "
-                    f"prompt_embeds, {tuple(prompt_embeds.shape)}"
+                    f"negative_prompt_embeds have shape {tuple(negative_prompt_embeds.shape)}: they need "
+                    f"that of prompt_embeds, {tuple(prompt_embeds.shape)}"
                 )
 
     @staticmethod
@@ -354,9 +357,9 @@ class FiniteWatch:
         if not all(finite):
             pipe.maybe_free_model_hooks()
             raise FloatingPointError(
-                f"the latents are infinite or NaN after step {finite.index(False) + 1} of {pipe.num_timesteps}: "
-                f"load the pipeline in torch.float32 or torch.bfloat16 (the transformer is {pipe.transformer.dtype}), "
-                "or check its weights"
+                f"the latents are infinite or NaN after step {finite.index(False) + 1} of "
+                f"{pipe.num_timesteps}: load the pipeline in torch.float32 or torch.bfloat16 (the "
+                f"transformer is {pipe.transformer.dtype}), or check its weights"
             )
 
 
