@@ -146,8 +146,8 @@ def add_train(commands) -> None:
         nargs="+",
         action="extend",
         default=[],
-        metavar="KEY=VALUE",
-        help="values that take the place of the recipe's, for example train.steps=10",
+        metavar="SECTION.KEY=VALUE",
+        help="values that take the place of the recipe's, for example run.steps=10",
     )
     parser.add_argument(
         "--resume",
@@ -158,12 +158,13 @@ def add_train(commands) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    from mhla_diffusion.training import run
+    from mhla_diffusion.training.recipe import load_recipe
 
-    for override in args.overrides:
-        if "=" not in override:
-            raise ValueError(f"--set takes KEY=VALUE, not {override!r}")
-    run(args.recipe, args.overrides, args.resume)
+    load_recipe(args.recipe, args.overrides)  # names mistakes before torch is imported, which takes seconds
+
+    from mhla_diffusion.training.loop import run
+
+    print(f"{run(args.recipe, args.overrides, args.resume).out} written")
     return 0
 
 

@@ -1,0 +1,153 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import tiny_sana
+
+from mhla_diffusion.cli import main
+from mhla_diffusion.models.convert import convert
+from mhla_diffusion.pipelines.sana import MHLASanaPipeline
+
+RECIPE = '[run]\nname = "x"\nsteps = 2\n[data]\nkind = "folder"\npath = "pictures"\n'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    parts = tiny_sana.components(convert(tiny_sana.stock_transformer(), block_grid=(2, 2)))
+    path = tmp_path_factory.mktemp("pipelines") / "toy"
+    MHLASanaPipeline(**parts, default_steps=1, max_sequence_length=8).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+
+
+def test_help_and_mistakes_need_no_torch():
+    result = run_python(
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['diffusers'] = None\n"
+        "from mhla_diffusion.cli import main\n"
+        "print(main(['generate', 'a', '--pipeline', 'nowhere']), main(['generate', 'a', '--steps', '-1']))\n"
+        "print(main(['train', 'nowhere.toml']), main([]))\n"
+        "main(['--help'])\n"
+    )
+    assert result.stdout.startswith("2 2\n") and "generate" in result.stdout
+    assert result.returncode == 0 and len(result.stderr.splitlines()) == 3, result.stderr
+
+
+def test_generate_draws_reports_and_goes_on(folder, here, capsys):
+    (here / "prompts.txt").write_text("a red apple\n\na whale\n\n\n")
+    line = [
+        "generate",
+        "--prompts",
+        "prompts.txt",
+        "--pipeline",
+        folder,
+        "--device",
+        "cpu",
+        "--sheet",
+        "sheet.png",
+    ]
+    assert main(line) == 1
+    first = capsys.readouterr()
+    assert first.out == "2 drawn, 1 failed in outputs, contact sheet in sheet.png\n"
+    assert first.err.endswith("mhla: prompt 1 failed: the prompt is empty\n")
+    assert sorted(path.name for path in here.iterdir()) == ["outputs", "prompts.txt", "sheet.png"]
+    assert len(list((here / "outputs").iterdir())) == 4
+    (here / "prompts.txt").write_text("a red apple\na green apple\na whale")
+    assert main(line) == 0
+    assert capsys.readouterr().out.startswith("1 drawn, 2 there already in outputs")
+
+
+def test_prompts_stand_on_the_command_line_with_a_seed_each(folder, here):
+    line = [
+        "generate",
+        "a whale",
+        "an apple",
+        "--pipeline",
+        folder,
+        "--seeds",
+        "4,5",
+        "--steps",
+        "2",
+        "--out",
+        "new/pictures",
+    ]
+    assert main([*line, "--guidance", "1.5", "--height", "32", "--width", "64", "--batch-size", "1"]) == 0
+    settings = json.loads((here / "new" / "pictures" / "0001_an-apple_5.json").read_text())
+    assert (settings["steps"], settings["guidance"], settings["height"], settings["width"]) == (
+        2,
+        1.5,
+        32,
+        64,
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("generate", "give either prompts or a file"),
+        ("generate a --prompts empty.txt", "give either prompts or a file"),
+        ("generate --prompts empty.txt", "the prompt file empty.txt is empty"),
+        ("generate --prompts none.txt", "cannot read the prompt file none.txt"),
+        ("generate --prompts latin.txt", "is not UTF-8 text"),
+        ("generate a --pipeline none", "no pipeline 'none'; searched"),
+        ("generate a --pipeline .", "is not a pipeline folder"),
+        ("generate a --pipeline TOY --height 31", "height is 31: it must be a multiple of 4, for example --height 28"),
+        ("generate a --steps -1", "steps is -1: give a whole number of at least 1"),
+        ("generate a --steps 2.5", "invalid int value: '2.5'"),
+        ("generate a --guidance nan", "guidance is nan"),
+        ("generate a b --seeds 1,2,3", "3 seeds for 2 prompts"),
+        ("generate a --seeds 1,x", "'1,x' is not a number or numbers joined by commas"),
+        ("generate a --out empty.txt/sub", "is a file; give another folder with --out"),
+        ("generate a --stepz 3", "unknown option --stepz, did you mean --steps?"),
+        ("generate a --seed 3 b", "unexpected 'b'"),
+        ("draw", "invalid choice: 'draw'"),
+        ("convert none out", "neither a pipeline nor a transformer folder"),
+        ("convert . out --block-grid 4x4", "'4x4' is not a number"),
+        ("train none.toml", "none.toml"),
+        ("train good.toml --set run.stepz=3", "did you mean 'steps'?"),
+        ("train good.toml --set run.steps=many", "run.steps"),
+        ("train typo.toml", "did you mean 'steps'?"),
+        ("train type.toml", "run.steps"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_on_stderr_and_nothing_is_left(folder, here, capfd, line, named):
+    (here / "empty.txt").write_text("\n \n")
+    (here / "latin.txt").write_bytes("ein Bär".encode("latin-1"))
+    (here / "good.toml").write_text(RECIPE)
+    (here / "typo.toml").write_text(RECIPE.replace("steps", "stepz"))
+    (here / "type.toml").write_text(RECIPE.replace("steps = 2", 'steps = "2"'))
+    before = sorted(here.rglob("*"))
+    assert main(line.replace("TOY", folder).split()) == 2
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("mhla: ") and named in err
+    assert err.count("\n") == 1 and "Traceback" not in err
+    assert sorted(here.rglob("*")) == before
+
+
+def test_a_traceback_is_shown_when_asked_for(here):
+    with pytest.raises(ValueError, match="steps is 0"):
+        main(["generate", "a", "--steps", "0", "--traceback"])
+
+
+def test_env_prints_facts_for_people_and_programs(capsys):
+    assert main(["env"]) == 0
+    assert "torch" in capsys.readouterr().out
+    assert main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["hardware"]["device"] in ("cpu", "cuda")
+
+
+def test_convert_writes_a_folder_that_draws(here):
+    tiny_sana.stock_pipeline().save_pretrained("stock")
+    assert main(["convert", "stock", "mhla", "--block-grid", "2,2", "--layers", "0"]) == 0
+    assert json.loads((here / "mhla" / "transformer" / "config.json").read_text())["mhla_layers"] == [0]
+    assert main(["generate", "a whale", "--pipeline", "mhla", "--steps", "1", "--device", "cpu"]) == 0
