@@ -137,8 +137,9 @@ class Components:
         )
 
 
-def _pipeline_class_and_defaults(base: Path, model: ModelConfig) -> tuple[type, dict]:
+def _pipeline_class_and_defaults(base: Path, recipe: Recipe) -> tuple[type, dict]:
     """The class named by model_index.json (ours when there is none), and the values it stores besides components."""
+    model, length = recipe.model, recipe.data.max_sequence_length
     index = base / "model_index.json"
     facts = json.loads(index.read_text()) if index.is_file() else {}
     cls = diffusers_class(facts.get("_class_name", "MHLASanaPipeline"))
@@ -146,7 +147,8 @@ def _pipeline_class_and_defaults(base: Path, model: ModelConfig) -> tuple[type, 
     parts = {"tokenizer", "text_encoder", "vae", "transformer", "scheduler"}
     check_model_table(model.defaults, allowed - parts, "model.defaults")
     stored = {k: v for k, v in facts.items() if k in allowed - parts and not k.startswith("_")}
-    return cls, {**stored, **model.defaults}
+    trained = {"max_sequence_length": length} if length and "max_sequence_length" in allowed else {}
+    return cls, {**stored, **model.defaults, **trained}
 
 
 def build_components(recipe: Recipe) -> Components:
@@ -161,7 +163,7 @@ def build_components(recipe: Recipe) -> Components:
     if source is not None and not (source / "transformer" / "config.json").is_file():
         raise ValueError(f"recipe: run.init_from = {str(source)!r} has no transformer/; give a pipeline folder, or the "
                          "continue/ folder of an earlier run")
-    cls, defaults = _pipeline_class_and_defaults(base, model)
+    cls, defaults = _pipeline_class_and_defaults(base, recipe)
     tokenizer = _load(base, "tokenizer")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(recipe.run.seed, "weights"))

@@ -31,6 +31,9 @@ class RunConfig:
     mixed_precision: Literal["no", "bf16"] = setting("no", "autocast; weights and optimizer stay float32")
     tf32: bool = setting(True, "allow TF32 in float32 matrix products on CUDA")
     compile: bool = setting(False, "torch.compile the transformer and, when trained, the text encoder")
+    compile_scope: Literal["layers", "model"] = setting(
+        "layers", "layers: one compiled layer serves them all, ready in seconds. model: whole models, some per cent "
+                  "faster, minutes to compile")
     gradient_checkpointing: bool = setting(False, "recompute activations of the transformer in backward")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: CUDA when present, else the CPU")
     log_every: int = setting(50, "steps between two reads of the loss; the only host synchronisation")
@@ -95,7 +98,8 @@ class DataConfig:
     compositions: int = setting(20000, "emoji: composed scenes of 1 to 4 sprites")
     tag_captions: bool = setting(True, "emoji: captions made of the keywords, too")
     caption_dropout: float = setting(0.1, "share of samples that see the empty caption, for guidance")
-    max_sequence_length: int = setting(0, "caption tokens; 0: the base pipeline's own value")
+    max_sequence_length: int = setting(0, "caption tokens, in training and in the exported pipeline; 0: the base "
+                                              "pipeline's own value")
     cache: str = setting("runs/latents", "folder of encoded data sets; empty: encode anew each run")
     encode_batch: int = setting(64, "images per autoencoder call")
     keep_on: Literal["device", "host"] = setting("device", "where latents and captions stay during training")

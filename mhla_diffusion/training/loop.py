@@ -112,6 +112,13 @@ def _accelerator(recipe: Recipe) -> Accelerator:
     return accelerator
 
 
+def compile_model(model: torch.nn.Module, scope: str) -> None:
+    """Compiles in place, so that parameter names stay: the whole model, or each of its repeated layers."""
+    layers = getattr(model, "transformer_blocks", None) or getattr(model, "layers", None)
+    for part in layers if scope == "layers" and layers else [model]:
+        part.compile()
+
+
 class _Training:
     """One run: `__init__` builds everything, `fit` is the loop."""
 
@@ -167,7 +174,7 @@ class _Training:
             parts.transformer.enable_gradient_checkpointing()
         if recipe.run.compile:
             for model in self.module.children():
-                model.compile()
+                compile_model(model, recipe.run.compile_scope)
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer = build_optimizer(self.parameters, recipe.optimizer)
         self.ema = EMA(self.parameters, recipe.ema)
