@@ -156,7 +156,8 @@ class SanaSelfAttention(Attention):
             query = self.norm_q(query)
         if self.norm_k is not None:
             key = self.norm_k(key)
-        return tuple(x.unflatten(-1, (self.heads, -1)) for x in (query, key, value))
+        # Under autocast the norms return float32; the core wants one dtype.
+        return tuple(x.to(value.dtype).unflatten(-1, (self.heads, -1)) for x in (query, key, value))
 
     def gate_of(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """What the core's output is multiplied by, `(B, N, H, D)`; None without a gate."""
