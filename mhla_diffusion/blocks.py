@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -38,11 +39,10 @@ def block_edges(length: int, count: int) -> list[int]:
 
 def _positive_ints(name: str, values: Sequence[int]) -> tuple[int, ...]:
     sequence = (values,) if isinstance(values, int) else tuple(values)
-    if not 1 <= len(sequence) or any(
-        isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in sequence
-    ):
+    if not sequence or not all([isinstance(v, int) and not isinstance(v, bool) and v >= 1 for v in sequence]):
         raise ValueError(f"{name}={values!r}: give one positive integer for each axis, e.g. {name}=(16, 16)")
-    return sequence
+    # Under torch.compile a size may be symbolic; index() makes it a constant, which the table is built from.
+    return tuple([operator.index(v) for v in sequence])
 
 
 def effective_block_grid(grid: Sequence[int], block_grid: Sequence[int]) -> tuple[int, ...]:
@@ -74,7 +74,12 @@ def block_table(grid: Sequence[int], block_grid: Sequence[int], device=None) -> 
     """
     grid = _positive_ints("grid", grid)
     blocks = effective_block_grid(grid, block_grid)
-    return _cached_table(grid, blocks, str(torch.device("cpu" if device is None else device)))
+    return _shared_table(grid, blocks, str(torch.device("cpu" if device is None else device)))
+
+
+@torch.compiler.assume_constant_result  # compiled code holds the finished table instead of building it on each call
+def _shared_table(grid: tuple[int, ...], blocks: tuple[int, ...], device: str) -> torch.Tensor:
+    return _cached_table(grid, blocks, device)
 
 
 @functools.lru_cache(maxsize=512)

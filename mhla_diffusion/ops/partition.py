@@ -62,8 +62,8 @@ def grid_partition(
         raise ValueError(
             f"grid {grid} holds {math.prod(grid)} tokens but q has {num_tokens}: give the token grid of this call"
         )
-    even = all(length % count == 0 for length, count in zip(grid, blocks, strict=True))
-    size = math.prod(-(-length // count) for length, count in zip(grid, blocks, strict=True))
+    even = all([length % count == 0 for length, count in zip(grid, blocks, strict=True)])
+    size = math.prod([-(-length // count) for length, count in zip(grid, blocks, strict=True)])
     table = None if even else block_table(grid, blocks, device)
     return Partition(
         table,
