@@ -1,0 +1,192 @@
+"""Train a small AutoencoderDC on sprites: the latent space in which the toy pipelines diffuse.
+
+The architecture is Diffusers' deep-compression autoencoder (DC-AE, arXiv 2410.10733) at toy size. It has no KL term, so
+two mild pressures keep its latents easy to diffuse: noise of a fixed size is added to the latent before decoding, which
+makes nearby latents decode alike, and a small L2 penalty stops the encoder from escaping that noise by growing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderDC
+from diffusers.training_utils import EMAModel
+from torch import Tensor
+
+from .recipe import read_table
+
+
+@dataclass
+class AutoencoderRecipe:
+    """Everything that decides an autoencoder run; one TOML file holds one of these."""
+
+    data: str  # sprite file written by train/build_emoji.py
+    out: str  # folder that receives config.json and the weights (EMA), in Diffusers' layout
+    model: dict = field(default_factory=dict)  # AutoencoderDC arguments
+    steps: int = 20000
+    batch_size: int = 256
+    lr: float = 1e-3
+    warmup: int = 500
+    ema_decay: float = 0.999
+    latent_noise: float = 0.1  # standard deviation of the noise added to latents while training
+    latent_penalty: float = 1e-3  # weight of mean(z^2)
+    l1_weight: float = 0.5  # beside a mean squared error of weight 1
+    edge_weight: float = 0.5  # L1 between image gradients: keeps outlines sharp
+    seed: int = 0
+    compile: bool = False
+    log_every: int = 200
+    max_minutes: float = 0.0  # 0: no limit; else stop in time and save
+
+
+def augment(rgba: Tensor, generator: torch.Generator) -> Tensor:
+    """Sprites on random backgrounds, flipped, scaled and shifted: ``(B, 4, S, S)`` uint8 -> ``(B, 3, S, S)`` in [-1, 1].
+
+    Half of the canvases carry a second, smaller sprite (the neighbour in the batch), so that the autoencoder also sees
+    the composed pictures. Colours are premultiplied before resampling: straight alpha would bleed at the edges.
+    """
+    batch, device = rgba.shape[0], rgba.device
+    rand = lambda *shape: torch.rand(*shape, device=device, generator=generator)  # noqa: E731
+    pixels = rgba.float() / 255
+    pixels = torch.cat([pixels[:, :3] * pixels[:, 3:], pixels[:, 3:]], 1)
+
+    def place(images: Tensor, scale: Tensor, shift: Tensor, flip: Tensor) -> Tensor:
+        theta = torch.zeros(batch, 2, 3, device=device)
+        theta[:, 0, 0], theta[:, 1, 1] = flip / scale, 1 / scale
+        theta[:, :, 2] = -shift / scale[:, None] * torch.stack([flip, torch.ones_like(flip)], 1)
+        grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+        return F.grid_sample(images, grid, align_corners=False, padding_mode="zeros")
+
+    # a third untouched, so that the exact pixel grid of the originals is seen too
+    untouched = rand(batch) < 0.34
+    one = torch.ones(batch, device=device)
+    scale = torch.where(untouched, one, 0.4 + 0.7 * rand(batch))
+    room = (1 - scale).abs()[:, None]
+    shift = torch.where(untouched[:, None], torch.zeros(1, device=device), (rand(batch, 2) * 2 - 1) * room)
+    flip = torch.where(rand(batch) < 0.5, one, -one)
+    canvas = place(pixels, scale, shift, flip)
+
+    second = place(pixels.roll(1, 0), 0.35 + 0.25 * rand(batch), (rand(batch, 2) * 2 - 1) * 0.5, flip)
+    second = second * ((rand(batch) < 0.5) & ~untouched)[:, None, None, None]
+    canvas = second + canvas * (1 - second[:, 3:])
+
+    white = rand(batch) < 0.3
+    background = torch.where(white[:, None], torch.ones(1, device=device), rand(batch, 3))[:, :, None, None]
+    return (canvas[:, :3] + background * (1 - canvas[:, 3:])) * 2 - 1
+
+
+def on_white(rgba: Tensor) -> Tensor:
+    """``(N, 4, S, S)`` uint8 with straight alpha -> ``(N, 3, S, S)`` uint8 on white."""
+    alpha = rgba[:, 3:].float() / 255
+    return (rgba[:, :3] * alpha + 255 * (1 - alpha)).round().to(torch.uint8)
+
+
+def reconstruction_loss(output: Tensor, target: Tensor, recipe: AutoencoderRecipe) -> Tensor:
+    """Squared, absolute and edge error, each a mean over everything, in fp32."""
+    output, target = output.float(), target.float()
+    edges = sum(((output - target).diff(dim=d)).abs().mean() for d in (2, 3))
+    return F.mse_loss(output, target) + recipe.l1_weight * F.l1_loss(output, target) + recipe.edge_weight * edges
+
+
+@torch.no_grad()
+def psnr(autoencoder: AutoencoderDC, images: Tensor, batch_size: int = 256) -> Tensor:
+    """Peak signal-to-noise ratio in dB of each picture, peak 255: ``(N, 3, S, S)`` uint8 -> ``(N,)`` fp32."""
+    scores = []
+    for chunk in images.split(batch_size):
+        target = chunk.float() / 127.5 - 1
+        decoded = autoencoder.decode(autoencoder.encode(target.to(autoencoder.dtype)).latent).sample
+        error = (decoded.float().clamp(-1, 1) - target).square().mean((1, 2, 3)) / 4  # range 2, so peak^2 = 4
+        scores.append(-10 * error.clamp_min(1e-10).log10())
+    return torch.cat(scores)
+
+
+@torch.no_grad()
+def latent_std(autoencoder: AutoencoderDC, images: Tensor, batch_size: int = 256) -> float:
+    """Standard deviation over all latents of ``(N, 3, S, S)`` uint8 pictures; 1 / it is the scaling factor."""
+    parts = [
+        autoencoder.encode((c.float() / 127.5 - 1).to(autoencoder.dtype)).latent.float() for c in images.split(batch_size)
+    ]
+    return torch.cat(parts).std().item()
+
+
+def train_autoencoder(recipe: AutoencoderRecipe, sprites: Tensor, validation: Tensor, device: str) -> dict:
+    """Train, keep the EMA weights, set ``scaling_factor``, save; returns and writes the figures.
+
+    Args:
+        sprites: ``(N, 4, S, S)`` uint8 RGBA training sprites.
+        validation: ``(V, 3, S, S)`` uint8 pictures never trained on, for PSNR.
+    """
+    start = time.monotonic()
+    torch.manual_seed(recipe.seed)
+    generator = torch.Generator(device).manual_seed(recipe.seed)
+    autoencoder = AutoencoderDC(**recipe.model).to(device)
+    encode, decode = autoencoder.encoder, autoencoder.decoder
+    if recipe.compile:
+        encode, decode = torch.compile(encode), torch.compile(decode)
+    ema = EMAModel(autoencoder.parameters(), decay=recipe.ema_decay, use_ema_warmup=True, power=0.75, foreach=True)
+    optimizer = torch.optim.AdamW(
+        autoencoder.parameters(), lr=recipe.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=device != "cpu"
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, recipe.lr, total_steps=recipe.steps, pct_start=recipe.warmup / recipe.steps, anneal_strategy="cos"
+    )
+    sprites, validation = sprites.to(device), validation.to(device)
+    autocast = torch.autocast(device, torch.bfloat16, enabled=device != "cpu")
+    step, history = 0, []
+    for step in range(1, recipe.steps + 1):
+        rows = torch.randint(len(sprites), (recipe.batch_size,), device=device, generator=generator)
+        target = augment(sprites[rows], generator)
+        with autocast:
+            latent = encode(target)
+            noise = torch.randn(latent.shape, device=device, generator=generator)
+            output = decode(latent + recipe.latent_noise * noise)
+        loss = reconstruction_loss(output, target, recipe) + recipe.latent_penalty * latent.float().square().mean()
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(autoencoder.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        ema.step(autoencoder.parameters())
+        if step % recipe.log_every == 0 or step == recipe.steps:
+            minutes = (time.monotonic() - start) / 60
+            history.append({"step": step, "loss": loss.item(), "minutes": round(minutes, 3)})
+            print(f"step {step}/{recipe.steps} loss {history[-1]['loss']:.4f} {minutes:.1f} min", flush=True)
+            if not torch.isfinite(loss):
+                raise FloatingPointError(f"autoencoder loss is not finite at step {step}; lower lr and start again")
+            if recipe.max_minutes and minutes > recipe.max_minutes:
+                break
+    ema.copy_to(autoencoder.parameters())
+    autoencoder.eval()
+    scores = psnr(autoencoder, validation)
+    autoencoder.register_to_config(scaling_factor=round(1 / latent_std(autoencoder, validation), 4))
+    figures = {
+        "recipe": asdict(recipe),
+        "steps_run": step,
+        "minutes": round((time.monotonic() - start) / 60, 2),
+        "parameters": sum(p.numel() for p in autoencoder.parameters()),
+        "val_psnr_db": {"mean": scores.mean().item(), "min": scores.min().item(), "images": len(scores)},
+        "scaling_factor": autoencoder.config.scaling_factor,
+        "device": torch.cuda.get_device_name() if device != "cpu" else "cpu",
+        "torch": torch.__version__,
+        "history": history[:: max(1, len(history) // 50)],
+    }
+    # fp16 keeps three more mantissa bits than bf16, at the same size; the weights are of order 1, so range is no concern
+    autoencoder.to(torch.float16).save_pretrained(recipe.out)
+    Path(recipe.out, "training.json").write_text(json.dumps(figures, indent=1))
+    return figures
+
+
+def run(recipe_path: str, overrides: list[str] | None = None, device: str | None = None) -> dict:
+    """Read a recipe and train. ``device``: cuda when there is one, unless named."""
+    from .emoji import load_sprites  # sprites are only one source: keep the loop free of it
+
+    recipe = read_table(recipe_path, AutoencoderRecipe, overrides or [])
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    train, val = (load_sprites(recipe.data, splits=[name]) for name in ("train", "val"))
+    to_channels_first = lambda pixels: torch.as_tensor(pixels).permute(0, 3, 1, 2).contiguous()  # noqa: E731
+    white = on_white(to_channels_first(val.rgba))
+    return train_autoencoder(recipe, to_channels_first(train.rgba), white, device)

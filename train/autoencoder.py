@@ -1,0 +1,26 @@
+"""Train the small autoencoder of a recipe: python train/autoencoder.py RECIPE [--set key=value ...]."""
+
+import argparse
+import json
+import sys
+
+from mhla_diffusion.training.autoencoder import run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe", help="TOML file, e.g. train/recipes/autoencoder-emoji.toml")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one recipe value")
+    parser.add_argument("--device", help="cuda or cpu; the GPU when there is one")
+    arguments = parser.parse_args()
+    try:
+        figures = run(arguments.recipe, arguments.set, arguments.device)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps({k: figures[k] for k in ("steps_run", "minutes", "parameters", "val_psnr_db", "scaling_factor")}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
