@@ -46,7 +46,7 @@ demo: install
 	$(BIN)/mhla generate --prompts assets/prompts/demo.txt --seed 0 --out $(OUT)/demo --sheet $(OUT)/demo.png
 
 sheet: install
-	$(BIN)/mhla generate --prompts assets/prompts/contact_sheet.txt --seed 0 --out $(OUT)/contact_sheet \
+	$(BIN)/mhla generate --prompts assets/emoji_prompts.json --seed 0 --out $(OUT)/contact_sheet \
 	  --sheet $(OUT)/contact_sheet.png --columns 6
 
 test: install-dev

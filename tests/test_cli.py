@@ -99,9 +99,10 @@ def test_prompts_stand_on_the_command_line_with_a_seed_each(folder, here):
         ("generate --prompts empty.txt", "the prompt file empty.txt is empty"),
         ("generate --prompts none.txt", "cannot read the prompt file none.txt"),
         ("generate --prompts latin.txt", "is not UTF-8 text"),
+        ("generate --prompts list.json", "list.json is no JSON list of prompts"),
         ("generate a --pipeline none", "no pipeline 'none'; searched"),
         ("generate a --pipeline .", "is not a pipeline folder"),
-        ("generate a --pipeline TOY --height 31", "height is 31: it must be a multiple of 4, for example --height 28"),
+        ("generate a --pipeline TOY --height 31", "height is 31: it must be a multiple of 4"),
         ("generate a --steps -1", "steps is -1: give a whole number of at least 1"),
         ("generate a --steps 2.5", "invalid int value: '2.5'"),
         ("generate a --guidance nan", "guidance is nan"),
@@ -122,6 +123,7 @@ def test_prompts_stand_on_the_command_line_with_a_seed_each(folder, here):
 )  # fmt: skip
 def test_a_mistake_is_one_line_on_stderr_and_nothing_is_left(folder, here, capfd, line, named):
     (here / "empty.txt").write_text("\n \n")
+    (here / "list.json").write_text('[{"caption": "a whale"}]')
     (here / "latin.txt").write_bytes("ein Bär".encode("latin-1"))
     (here / "good.toml").write_text(RECIPE)
     (here / "typo.toml").write_text(RECIPE.replace("steps", "stepz"))

@@ -1,5 +1,6 @@
 """What is asked for: prompts, seeds, numbers and places, checked before any heavy import."""
 
+import json
 import math
 import os
 from collections.abc import Sequence
@@ -44,25 +45,40 @@ class Request:
 
 
 def read_prompts(path: str | os.PathLike) -> list[str]:
-    """Prompts of a UTF-8 text file, one a line. Empty lines at the end are dropped, those between are kept.
+    """Prompts of a UTF-8 file: one a line, or in a .json file a list of strings or of objects with "prompt".
 
-    A kept empty line fails by itself later, so that the others keep their index and their seed.
-    Raises ValueError when the file cannot be read or holds no prompt.
+    Empty lines at the end are dropped. Those between are kept and fail by themselves later, so that the
+    others keep their index and their seed. Raises ValueError when the file cannot be read or holds no prompt.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 text ({error.reason}): save it as UTF-8, one prompt a line"
         ) from None
     except OSError as error:
         raise ValueError(f"cannot read the prompt file {path} ({error.strerror}): give a text file") from None
+    lines = prompts_of_json(text, path) if Path(path).suffix == ".json" else text.splitlines()
     prompts = [line.strip() for line in lines]
     while prompts and not prompts[-1]:
         prompts.pop()
     if not prompts:
         raise ValueError(f"the prompt file {path} is empty: write one prompt a line into it")
     return prompts
+
+
+def prompts_of_json(text: str, path: str | os.PathLike) -> list[str]:
+    """The strings of a JSON list, or the "prompt" of its objects. Raises ValueError for anything else."""
+    try:
+        entries = json.loads(text)
+        prompts = [entry["prompt"] if isinstance(entry, dict) else entry for entry in entries]
+        if isinstance(entries, list) and all(isinstance(prompt, str) for prompt in prompts):
+            return prompts
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(
+        f'{path} is no JSON list of prompts: write ["a", "b"] or [{{"prompt": "a"}}], or use a .txt file'
+    )
 
 
 def match_seeds(seeds: Sequence[int], count: int) -> list[int]:
