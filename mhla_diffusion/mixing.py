@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Sequence
 
@@ -89,17 +90,25 @@ def _axis_spread(source: int, target: int) -> torch.Tensor:
     if target <= source:
         return _axis_weights(target, source)  # each old centre lies between new ones: share out linearly
     spread = _axis_weights(source, target).T  # more blocks than before: sample between the old ones
-    return spread / spread.sum(dim=1, keepdim=True)
+    return (spread / spread.sum(dim=1, keepdim=True)).contiguous()
+
+
+@torch.compiler.assume_constant_result  # compiled code holds the finished matrices
+def _interpolation(
+    source: tuple[int, ...], target: tuple[int, ...], dtype: torch.dtype, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _cached_interpolation(source, target, dtype, device)
 
 
 @functools.lru_cache(maxsize=64)
-def _interpolation(source: tuple[int, ...], target: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    rows = torch.ones(1, 1, dtype=torch.float64)
-    spread = torch.ones(1, 1, dtype=torch.float64)
-    for old, new in zip(source, target, strict=True):
-        rows = torch.kron(rows, _axis_weights(old, new))
-        spread = torch.kron(spread, _axis_spread(old, new))
-    return rows, spread
+def _cached_interpolation(source, target, dtype, device):
+    with torch.inference_mode(False):  # they are saved for backward
+        rows = spread = torch.ones(1, 1, dtype=torch.float64)
+        for old, new in zip(source, target, strict=True):
+            rows = torch.kron(rows, _axis_weights(old, new))
+            spread = torch.kron(spread, _axis_spread(old, new))
+        # Cast on the CPU: some accelerators have no float64.
+        return rows.to(dtype).to(device), spread.to(dtype).to(device)
 
 
 def interpolate_mixing(
@@ -115,7 +124,8 @@ def interpolate_mixing(
 
     Raises ValueError when the shapes do not fit.
     """
-    source, target = tuple(from_block_grid), tuple(to_block_grid)
+    source = tuple([operator.index(count) for count in from_block_grid])
+    target = tuple([operator.index(count) for count in to_block_grid])
     blocks = math.prod(source)
     if len(source) != len(target):
         raise ValueError(
@@ -128,9 +138,9 @@ def interpolate_mixing(
         )
     if source == target:
         return matrix
-    with torch.inference_mode(False):
-        rows, spread = (t.to(matrix.dtype).to(matrix.device) for t in _interpolation(source, target))
-    return rows @ matrix @ spread
+    rows, spread = _interpolation(source, target, matrix.dtype, str(matrix.device))
+    with torch.autocast(device_type=matrix.device.type, enabled=False):
+        return rows @ matrix @ spread
 
 
 class BlockMixing(nn.Module):
