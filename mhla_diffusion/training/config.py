@@ -94,7 +94,7 @@ class DataConfig:
     buckets: bool = setting(False, "folder: resize into aspect-ratio buckets in place of a square centre crop")
     template: str = setting("a picture of {}", "folder without captions.jsonl: caption of a class folder's images")
     split: str = setting("train", "emoji: which split")
-    backgrounds: int = setting(4, "emoji: coloured backgrounds per sprite")
+    backgrounds: int = setting(4, "emoji: coloured backgrounds of each sprite, beside white")
     compositions: int = setting(20000, "emoji: composed scenes of 1 to 4 sprites")
     tag_captions: bool = setting(True, "emoji: captions made of the keywords, too")
     caption_dropout: float = setting(0.1, "share of samples that see the empty caption, for guidance")

@@ -25,12 +25,23 @@ def export_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     if getattr(clone, "peft_config", None):
         clone.fuse_lora()
         clone.unload_lora()
-    matrices = {name: p.detach().float() for name, p in clone.named_parameters() if ".mixing." in name}
-    clone.to(dtype)
-    for name, parameter in clone.named_parameters():
-        if name in matrices:
-            parameter.data = matrices[name]
+    if dtype != torch.float32:
+        nn.Module.to(clone, dtype)  # not ModelMixin.to, which warns; BlockMixing itself stays in float32
     return clone
+
+
+@contextlib.contextmanager
+def quiet():
+    """No progress bars of transformers inside: they would break the one of the run."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def export_pipeline(target: Path, parts: Components, ema: EMA, recipe: Recipe) -> None:
@@ -40,7 +51,8 @@ def export_pipeline(target: Path, parts: Components, ema: EMA, recipe: Recipe) -
         transformer = export_copy(parts.transformer, dtype)
         text_encoder = export_copy(parts.text_encoder, dtype) if recipe.model.train_text_encoder else parts.text_encoder
     pipeline = parts.pipeline(transformer, text_encoder)
-    write_folder(target, lambda folder: pipeline.save_pretrained(folder))
+    with quiet():
+        write_folder(target, pipeline.save_pretrained)
 
 
 def export_continue(target: Path, parts: Components, ema: EMA, recipe: Recipe, step: int) -> None:
@@ -58,7 +70,8 @@ def export_continue(target: Path, parts: Components, ema: EMA, recipe: Recipe, s
             save(folder / "ema")
         (folder / "continue.json").write_text(json.dumps({"step": step, "run": recipe.run.name}))
 
-    write_folder(target, fill)
+    with quiet():
+        write_folder(target, fill)
 
 
 def contact_sheet(images: list[Image.Image], columns: int, gap: int = 2) -> Image.Image:

@@ -91,6 +91,7 @@ def train(recipe: Recipe, resume: str | Path | None = None) -> Result:
         return _Training(recipe, resume).fit()
     finally:
         torch.set_float32_matmul_precision(precision)
+        torch.compiler.reset()  # else a few runs in one process reach the limit of compiled variants
         AcceleratorState._reset_state()  # or a second run in this process could not choose its precision
 
 

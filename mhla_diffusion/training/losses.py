@@ -54,7 +54,7 @@ class FlowLoss(nn.Module):
         noisy = (1 - level) * latents + level * noise  # x_t
         target = noise - latents  # dx_t / dt
         if self.text_encoder is not None:
-            caption = self.text_encoder(caption, attention_mask=mask)[0]
+            caption = self.text_encoder(caption, attention_mask=mask, use_cache=False)[0]
         velocity = self.transformer(
             noisy,
             encoder_hidden_states=caption,
