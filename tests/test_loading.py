@@ -1,0 +1,140 @@
+"""load_pipeline: the right class for a folder, and one line that says what to do when there is none."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from diffusers import SanaPipeline
+from tiny_sana import components, generator, stock_pipeline, stock_transformer
+
+from mhla_diffusion.loading import load_pipeline
+from mhla_diffusion.models.convert import convert
+from mhla_diffusion.pipelines.sana import MHLASanaPipeline
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder of pipelines: `ours`, and `stock` with our transformer in it."""
+    root = tmp_path_factory.mktemp("weights")
+    transformer = convert(stock_transformer())
+    MHLASanaPipeline(**components(transformer), default_steps=2, max_sequence_length=8).save_pretrained(
+        root / "ours"
+    )
+    stock_pipeline(transformer).save_pretrained(root / "stock")
+    return root
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    """A copy of `ours` to break."""
+    shutil.copytree(saved / "ours", tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def refused(name, **arguments) -> str:
+    with pytest.raises(ValueError) as caught:
+        load_pipeline(name, **arguments)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_the_index_decides_the_class(saved):
+    ours, stock = load_pipeline(saved / "ours"), load_pipeline(str(saved / "stock"))
+    assert type(ours) is MHLASanaPipeline and type(stock) is SanaPipeline
+    assert type(ours.transformer).__name__ == type(stock.transformer).__name__ == "MHLASanaTransformer2DModel"
+    arguments = {"num_inference_steps": 2, "height": 32, "width": 32, "output_type": "pt"}
+    arguments |= {"max_sequence_length": 8, "complex_human_instruction": [], "use_resolution_binning": False}
+    pictures = [pipe("a whale", generator=generator(0), **arguments).images for pipe in (ours, stock)]
+    assert (pictures[0] - pictures[1]).abs().max() < 1e-5
+
+
+def test_a_pipeline_is_found_by_name_and_arguments_are_passed_on(saved, monkeypatch):
+    monkeypatch.setenv("MHLA_WEIGHTS", str(saved))
+    pipe = load_pipeline("ours", torch_dtype=torch.bfloat16, default_steps=5)
+    assert pipe.transformer.dtype == torch.bfloat16 and pipe.config.default_steps == 5
+    assert pipe.transformer.transformer_blocks[0].attn1.mixing.weight.dtype == torch.float32
+
+
+def test_a_missing_pipeline_names_every_place_and_what_there_is(saved, tmp_path, monkeypatch):
+    monkeypatch.setenv("MHLA_WEIGHTS", str(saved))
+    monkeypatch.chdir(tmp_path)
+    message = refused("nowhere")
+    assert str(saved / "nowhere") in message and "clone the repository" in message
+    assert "found: " in message and "ours" in message and "stock" in message
+    monkeypatch.delenv("MHLA_WEIGHTS")
+    assert str(saved / "ours") in refused(saved / "oours")  # a slip: what lies beside it
+
+
+def test_the_hub_is_asked_only_when_told_and_only_for_its_names(monkeypatch):
+    import diffusers
+
+    asked = []
+    monkeypatch.setattr(
+        diffusers.DiffusionPipeline, "load_config", lambda name, **kw: asked.append(name) or {}
+    )
+    refused("somebody/model")
+    assert "owner/name" in refused("nowhere", hub=True)
+    assert asked == []
+    assert "wants the pipeline class None" in refused("somebody/model", hub=True)
+    assert asked == ["somebody/model"]
+
+
+def test_a_folder_of_pipelines_names_them(saved):
+    message = refused(saved)
+    assert "holds the pipelines ours, stock" in message and str(saved / "ours") in message
+
+
+@pytest.mark.parametrize(
+    "file", ["Wan2.1_VAE.pth", "checkpoints/Sana.pth", "model.safetensors", "0050000.pt"]
+)
+def test_an_original_layout_names_the_converter(tmp_path, file):
+    folder = tmp_path / "original"
+    (folder / file).parent.mkdir(parents=True)
+    (folder / file).touch()
+    message = refused(folder)
+    assert "original layout" in message and file in message
+    assert "scripts/convert_sana_to_diffusers.py --orig_ckpt_path" in message
+    with pytest.raises(ValueError, match="original layout"):
+        MHLASanaPipeline.from_pretrained(folder)
+
+
+def test_a_file_cut_short_is_named(copy):
+    weights = copy / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    message = refused(copy)
+    assert str(weights) in message and "cut short" in message
+
+
+def test_a_missing_component_is_named(copy):
+    shutil.rmtree(copy / "vae")
+    assert "lacks the component folder vae/" in refused(copy)
+
+
+def edit_index(folder, **changes) -> None:
+    path = folder / "model_index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_stock_class_named_for_our_weights_is_refused(copy):
+    """The stock model would load them, drop the mixing with a log line, and draw other pictures."""
+    edit_index(copy, transformer=["diffusers", "SanaTransformer2DModel"])
+    message = refused(copy)
+    assert "would drop" in message
+    assert 'write "transformer": ["mhla_diffusion", "MHLASanaTransformer2DModel"]' in message
+    with pytest.raises(ValueError, match="would drop"):
+        MHLASanaPipeline.from_pretrained(copy)
+    edit_index(copy, transformer=["mhla_diffusion", "MHLASanaTransformer2DModel"])
+    assert type(load_pipeline(copy)) is MHLASanaPipeline
+
+
+def test_a_class_that_this_version_lacks_is_named(copy):
+    edit_index(copy, _class_name="MHLAWanPipeline")
+    assert "'MHLAWanPipeline'" in refused(copy) and "upgrade" in refused(copy)
+    edit_index(copy, _class_name="MHLASanaPipeline", transformer=["mhla_diffusion", "MHLANewModel"])
+    assert "'MHLANewModel'" in refused(copy) and "upgrade" in refused(copy)
+
+
+def test_a_single_model_folder_is_not_a_pipeline(saved):
+    assert "single model" in refused(saved / "ours" / "transformer")
