@@ -45,7 +45,8 @@ def from_blocks(y: torch.Tensor, part: Partition) -> torch.Tensor:
         sizes = [g // b for g, b in zip(part.grid, part.block_grid, strict=True)]
         y = y.view(batch, heads, *part.block_grid, *sizes, dim)
         order = [a for axis in range(axes) for a in (2 + axis, 2 + axes + axis)]
-        return y.permute(0, *order, 1, 2 * axes + 2).reshape(batch, part.num_tokens, heads, dim)
+        y = y.permute(0, *order, 1, 2 * axes + 2).contiguous()
+        return y.view(batch, part.num_tokens, heads, dim)
     rows = y.permute(0, 2, 3, 1, 4).reshape(batch, part.num_blocks * part.block_size, heads, dim)
     ids, valid = slot_ids(part, y.device)
     if not part.padded:

@@ -60,23 +60,22 @@ def reference_core(
     summaries, masses = [], []
     for tokens in key_blocks:
         summaries.append(torch.einsum("bthd,bthe->bhde", turned_k[:, tokens], v[:, tokens]))  # S_j
-        masses.append(features_k[:, tokens].sum(dim=1))  # z_j (B, H, D)
+        masses.append(features_k[:, tokens].sum(dim=1))  # z_j
+    summaries, masses = torch.stack(summaries), torch.stack(masses)  # (Mk, B, H, D, Dv), (Mk, B, H, D)
 
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     for i, tokens in enumerate(query_blocks):
         weights = coefficients[:, i]  # (H, Mk)
-        summary = sum(weights[None, :, j, None, None] * s for j, s in enumerate(summaries))  # S~_i
-        mass = sum(weights[None, :, j, None] * z for j, z in enumerate(masses))  # z~_i
+        summary = torch.einsum("hj,jbhde->bhde", weights, summaries)  # S~_i
         read = torch.einsum("bthd,bhde->bthe", turned_q[:, tokens], summary)
         if normalizer == "paper":
+            mass = torch.einsum("hj,jbhd->bhd", weights, masses)  # z~_i
             denominator = torch.einsum("bthd,bhd->bth", features_q[:, tokens], mass)
             read = read / (denominator + denominator_eps)[..., None]
         elif normalizer == "official":
             # The released DiT code weighs the other blocks' queries at the same slot, not this token's query.
-            denominator = sum(
-                weights[None, None, :, j] * torch.einsum("bthd,bhd->bth", features_q[:, query_blocks[j]], z)
-                for j, z in enumerate(masses)
-            )
+            same_slot = torch.stack([features_q[:, other] for other in query_blocks])  # (M, B, n, H, D)
+            denominator = torch.einsum("hj,jbthd,jbhd->bth", weights, same_slot, masses)
             read = read / (denominator + denominator_eps)[..., None]
         out = out.index_copy(1, tokens, read)
     return out
