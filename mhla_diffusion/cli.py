@@ -7,6 +7,7 @@ done; 130 interrupted. Heavy modules are imported only by the subcommand that ne
 import argparse
 import difflib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -203,6 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             build_parser().print_help()
             return 0
         return args.run(args)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+        return 1
     except (ValueError, OSError) as error:
         if "--traceback" in arguments:
             raise

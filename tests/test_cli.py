@@ -141,6 +141,15 @@ def test_a_traceback_is_shown_when_asked_for(here):
         main(["generate", "a", "--steps", "0", "--traceback"])
 
 
+def test_a_reader_that_stops_early_is_no_error():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mhla_diffusion.cli", "env"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(timeout=120) == 1
+
+
 def test_env_prints_facts_for_people_and_programs(capsys):
     assert main(["env"]) == 0
     assert "torch" in capsys.readouterr().out

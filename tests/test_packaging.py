@@ -1,5 +1,6 @@
 """The wheel and the pinned development install."""
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -50,12 +51,53 @@ def test_the_wheel_has_the_command_and_the_licences(wheel):
         assert any(Path(name).name.startswith(licence) for name in names), licence
 
 
+# Import names that differ from the name of their distribution.
+DISTRIBUTION_OF = {"PIL": "pillow", "resvg_py": "resvg-py", "triton": "torch"}
+# Used as programs or plugins, not imported; tensorboard is what torch.utils.tensorboard wants.
+NOT_IMPORTED = {"pytest-timeout", "pytest-xdist", "ruff", "setuptools", "tensorboard", "mhla-diffusion"}
+
+
+def requirements(*extras: str) -> dict[str, Requirement]:
+    texts = [
+        *PROJECT["dependencies"],
+        *(text for extra in extras for text in PROJECT["optional-dependencies"][extra]),
+    ]
+    return {canonicalize_name(requirement.name): requirement for requirement in map(Requirement, texts)}
+
+
+def imported(*folders: str) -> set[str]:
+    """Distributions that the tracked Python files in these folders import, inside functions too."""
+    names = set()
+    for path in tracked_files():
+        if path.endswith(".py") and path.startswith(folders):
+            for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Import):
+                    names.update(alias.name.partition(".")[0] for alias in node.names)
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    names.add(node.module.partition(".")[0])
+    own = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")} | {"mhla_diffusion"}
+    return {
+        canonicalize_name(DISTRIBUTION_OF.get(name, name)) for name in names - own - sys.stdlib_module_names
+    }
+
+
+def test_what_is_imported_is_declared():
+    assert (
+        imported("mhla_diffusion/", "train/", "eval/")
+        <= requirements("train", "eval", "inception", "demo").keys()
+    )
+    assert imported("tests/") <= requirements(*PROJECT["optional-dependencies"]).keys()
+
+
+def test_what_is_declared_is_used():
+    declared = requirements(*PROJECT["optional-dependencies"]).keys() - NOT_IMPORTED
+    assert declared <= imported("mhla_diffusion/", "train/", "eval/", "tests/")
+
+
 def test_every_direct_dependency_is_pinned_to_a_release_it_allows():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
     versions = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in pins}
     assert all(str(pin.specifier).startswith("==") for pin in pins)
-    extras = PROJECT["optional-dependencies"]
-    for text in [*PROJECT["dependencies"], *extras["train"], *extras["dev"]]:
-        requirement = Requirement(text)
-        assert requirement.specifier.contains(versions[canonicalize_name(requirement.name)]), text
+    for name, requirement in requirements(*PROJECT["optional-dependencies"]).items():
+        assert name == "mhla-diffusion" or requirement.specifier.contains(versions[name]), name

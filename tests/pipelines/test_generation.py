@@ -198,3 +198,13 @@ def test_a_cut_weight_file_is_named(folder, tmp_path, component):
     with pytest.raises(ValueError, match=f"{component}/.* is cut short"):
         generate(PROMPTS, pipeline=copy, out=tmp_path / "out", device="cpu")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+def test_a_gpu_draws_the_same_picture_from_the_same_seed(folder, tmp_path):
+    settings = {"pipeline": folder, "seeds": [5], "dtype": "float32"}
+    on_cpu = generate(PROMPTS[:1], out=tmp_path / "cpu", device="cpu", **settings)
+    on_gpu = generate(PROMPTS[:1], out=tmp_path / "gpu", device="cuda", **settings)
+    assert np.abs(pixels(on_cpu.drawn[0]) - pixels(on_gpu.drawn[0])).mean() < 1
+    half = generate(PROMPTS[:1], pipeline=folder, out=tmp_path / "half", device="auto")
+    assert read_settings(half.drawn[0])["dtype"] == "bfloat16"
