@@ -165,7 +165,7 @@ def run_train(args: argparse.Namespace) -> int:
 
     from mhla_diffusion.training.loop import run
 
-    print(f"{run(args.recipe, args.overrides, args.resume).out} written")
+    run(args.recipe, args.overrides, args.resume)
     return 0
 
 
