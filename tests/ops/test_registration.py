@@ -1,0 +1,115 @@
+"""Custom operators: schema, fake kernels, autograd registration, torch.compile."""
+
+import pytest
+import torch
+
+from mhla_diffusion.blocks import block_table
+from mhla_diffusion.mixing import BlockMixing, initial_mixing
+from mhla_diffusion.ops import mhla_attention
+from mhla_diffusion.ops.registration import mhla_backward, mhla_forward
+
+
+def forward_arguments(device, divide: bool, rope: bool):
+    q, k, v = torch.randn(3, 1, 5, 2, 8, generator=torch.Generator().manual_seed(0)).to(device)
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    mixing = initial_mixing((2,)).to(device).requires_grad_()
+    table = block_table((5,), (2,), device)
+    angles = torch.randn(5, 4, device=device)
+    turns = (angles.cos(), angles.sin()) * 2 if rope else (None,) * 4
+    return (q, k, v, mixing, table, table, *turns, 1e-6, 0.0, divide, True, torch.float32)
+
+
+@pytest.mark.parametrize(("divide", "rope"), [(True, True), (False, False)])
+def test_opcheck(device, divide, rope):
+    arguments = forward_arguments(device, divide, rope)
+    torch.library.opcheck(mhla_forward, arguments)
+    out, state = mhla_forward(*arguments)
+    q, k, v, mixing, *rest = arguments
+    detached = [x.detach() for x in (torch.ones_like(out), q, k, v, mixing, state)]
+    torch.library.opcheck(mhla_backward, (*detached, *rest[:-1]))
+
+
+def compare_compiled(device, call, inputs, compiler: str, parameter) -> None:
+    compiled = torch.compile(call, fullgraph=True, backend=compiler)
+    out, expected = compiled(*inputs), call(*inputs)
+    assert (out - expected).norm() <= 1e-5 * expected.norm()
+    got = torch.autograd.grad(out.square().sum(), (*inputs, parameter))
+    truth = torch.autograd.grad(expected.square().sum(), (*inputs, parameter))
+    for a, b in zip(got, truth, strict=True):
+        assert (a - b).norm() <= 2e-5 * b.norm()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("grid", [(2, 4), (3, 3)])
+def test_one_graph_forward_and_backward(device, backend, dim, grid):
+    torch.compiler.reset()
+    tokens = grid[0] * grid[1]
+    mixing = BlockMixing((2, 2)).to(device)
+    angles = torch.randn(tokens, dim // 2, device=device)
+    rope = (angles.cos(), angles.sin())
+
+    def call(q, k, v):
+        return mhla_attention(q, k, v, mixing(), grid=grid, block_grid=(2, 2), rope=rope, backend=backend)
+
+    inputs = [torch.randn(1, tokens, 1, dim, device=device, requires_grad=True) for _ in range(3)]
+    # The graph and its autograd are what is tested here; code generation has its own test below.
+    compare_compiled(device, call, inputs, "aot_eager", mixing.weight)
+
+
+def test_a_table_argument_and_a_smaller_grid_compile(device):
+    torch.compiler.reset()
+    mixing = BlockMixing((3, 2)).to(device)
+    table = block_table((1, 5), (3, 2), device)
+
+    def call(q, k, v):
+        return mhla_attention(q, k, v, mixing((1, 2)), table, norm_weight=torch.ones(8, device=device), gate=v)
+
+    inputs = [torch.randn(1, 5, 2, 8, device=device, requires_grad=True) for _ in range(3)]
+    call(*inputs)
+    compare_compiled(device, call, inputs, "aot_eager", mixing.weight)
+
+
+def test_several_grids_through_one_compiled_function(device):
+    torch.compiler.reset()
+    mixing = BlockMixing((2, 2)).to(device)
+
+    def call(q, k, v, grid):
+        return mhla_attention(q, k, v, mixing(), grid=grid, block_grid=(2, 2))
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for grid in ((4, 4), (3, 5), (6, 2), (7, 3)):
+        q, k, v = torch.randn(3, 1, grid[0] * grid[1], 2, 8, device=device)
+        assert torch.allclose(compiled(q, k, v, grid), call(q, k, v, grid), atol=1e-5)
+
+
+def test_generated_code_equals_eager(device):
+    torch.compiler.reset()
+    mixing = BlockMixing((2, 2)).to(device)
+
+    def call(q, k, v):
+        return mhla_attention(q, k, v, mixing(), grid=(3, 4), block_grid=(2, 2))
+
+    inputs = [torch.randn(1, 12, 1, 64, device=device, requires_grad=True) for _ in range(3)]
+    compare_compiled(device, call, inputs, "inductor", mixing.weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generated_code_equals_eager_on_the_gpu(device, dim, dtype):
+    torch.compiler.reset()
+    mixing = BlockMixing((4, 4)).to(device)
+
+    def call(q, k, v):
+        return mhla_attention(q, k, v, mixing(), grid=(30, 33), block_grid=(4, 4), backend="triton")
+
+    inputs = [torch.randn(2, 990, 4, dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    compiled = torch.compile(call, fullgraph=True)
+    out, expected = compiled(*inputs), call(*inputs)
+    assert torch.equal(out, expected)
+    got = torch.autograd.grad(out.float().square().sum(), (*inputs, mixing.weight))
+    truth = torch.autograd.grad(expected.float().square().sum(), (*inputs, mixing.weight))
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for a, b in zip(got, truth, strict=True):
+        assert (a.float() - b.float()).norm() <= tolerance * b.float().norm()

@@ -1,0 +1,167 @@
+"""The Triton kernels against the float64 reference: output and every gradient.
+
+Without a GPU they run in float32 under Triton's interpreter, on tiny shapes. The tests marked `gpu` add half precision
+and larger shapes.
+"""
+
+import pytest
+import torch
+
+from mhla_diffusion.ops.partition import Partition
+from mhla_diffusion.ops.registration import triton_core
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+all_dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp16", "bf16"])
+half_dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+
+
+@pytest.fixture(autouse=True)
+def poisoned_buffers(monkeypatch):
+    """Fill fresh buffers with NaN: an element that a kernel leaves unwritten shows."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        buffer = empty(*args, **kwargs)
+        return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+TINY = [
+    ((1,), (1,), "paper"),
+    ((1,), (1,), "none"),
+    ((7,), (1,), "paper"),
+    ((7,), (3,), "paper"),
+    ((7,), (3,), "none"),
+    ((4,), (4,), "paper"),  # one token in every block
+    ((4, 4), (2, 2), "official"),
+    ((3, 5), (2, 2), "paper"),
+    ((2, 3, 5), (1, 2, 3), "paper"),
+]
+
+
+@pytest.mark.parametrize(("grid", "block_grid", "normalizer"), TINY)
+def test_tiny_grids_in_float32(make_call, grid, block_grid, normalizer):
+    call = make_call(grid, block_grid, 8, 12, batch=1, normalizer=normalizer)
+    call.check(call.run("triton"), 1e-5)
+
+
+@pytest.mark.parametrize("dim", [8, 12, 32, 64, 72, 128])
+def test_head_dims_with_rotation_in_float32(make_call, dim):
+    call = make_call((5,), (2,), dim, batch=1, heads=1, rope=True)
+    call.check(call.run("triton"), 1e-5)
+
+
+@pytest.mark.parametrize("normalizer", ["paper", "none", "official"])
+@pytest.mark.parametrize("rope", [False, True])
+def test_per_head_mixing_and_rotation_in_float32(make_call, normalizer, rope):
+    call = make_call((2, 4), (2, 2), 8, normalizer=normalizer, per_head=True, rope=rope)
+    call.check(call.run("triton"), 1e-5)
+
+
+@pytest.mark.parametrize("rope", [False, True])
+def test_rectangular_mixing_in_float32(make_call, rope):
+    call = make_call((3, 3), (2, 2), 8, 4, batch=1, key_blocks=(7, 3), rope=rope)
+    call.check(call.run("triton"), 1e-5)
+
+
+def test_output_norm_gate_and_local_branch_in_float32(make_call):
+    call = make_call((3, 3), (2, 2), 8, 12, batch=1, normalizer="none", epilogue=True)
+    call.check(call.run("triton"), 1e-5)
+
+
+def test_blocks_longer_than_a_run_of_tiles_in_float32(make_call):
+    call = make_call((600,), (1,), 4, batch=1, heads=1)
+    call.check(call.run("triton"), 1e-5)
+
+
+def test_value_dims_wider_than_a_tile_in_float32(make_call):
+    call = make_call((5,), (2,), 8, 80, batch=1, heads=1)
+    call.check(call.run("triton"), 1e-5)
+
+
+def test_transposed_views_in_float32(make_call):
+    call = make_call((5,), (2,), 8, batch=1, rope=True)
+    expected = call.run("triton")
+    for name in ("q", "k", "v"):
+        call.tensors[name] = call.tensors[name].transpose(1, 2).contiguous().transpose(1, 2)
+    call.grad = call.grad.transpose(-1, -2).contiguous().transpose(-1, -2)
+    for name, x in call.run("triton").items():
+        assert torch.equal(x, expected[name]), name
+
+
+def test_runs_are_deterministic(make_call):
+    call = make_call((5, 4), (2, 2), 16, rope=True)
+    first, second = call.run("triton"), call.run("triton")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_ids_outside_the_sequence_are_padding_and_forgotten_tokens_read_zero(device):
+    q, k, v = torch.randn(3, 1, 5, 1, 8, generator=torch.Generator().manual_seed(0)).to(device).unbind()
+    q.requires_grad_()
+    table = torch.tensor([[0, 1, 99], [-7, 2, 3]], device=device)  # token 4 is in no block
+    part = Partition(table, 2, 3, 5, None, None, False, False)
+    mixing = torch.tensor([[0.75, 0.25], [0.5, 0.5]], device=device)
+    out = triton_core(q, k, v, mixing, part, part)
+    clean = torch.tensor([[0, 1], [2, 3]], device=device)
+    four = Partition(clean, 2, 2, 4, None, None, True, True)
+    expected = triton_core(q[:, :4], k[:, :4], v[:, :4], mixing, four, four)
+    assert torch.equal(out[:, :4], expected) and (out[:, 4] == 0).all()
+    (gradient,) = torch.autograd.grad(out.sum(), q)
+    assert torch.isfinite(gradient).all() and (gradient[:, 4] == 0).all()
+
+
+GPU_GRIDS = [
+    ((1,), (1,)),
+    ((7,), (3,)),
+    ((7,), (7,)),
+    ((16, 16), (4, 4)),
+    ((16, 16), (1, 1)),
+    ((14, 14), (4, 4)),
+    ((6, 10, 13), (3, 5, 10)),
+    ((5, 7, 11), (2, 3, 4)),
+]
+
+
+@pytest.mark.gpu
+@all_dtypes
+@pytest.mark.parametrize("normalizer", ["paper", "none"])
+@pytest.mark.parametrize(("grid", "block_grid"), GPU_GRIDS)
+def test_grids_on_the_gpu(make_call, grid, block_grid, normalizer, dtype):
+    # Float16 without a denominator is only allowed with an output norm.
+    epilogue = normalizer == "none"
+    call = make_call(grid, block_grid, 64, dtype=dtype, normalizer=normalizer, epilogue=epilogue)
+    call.check(call.run("triton"), TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+@all_dtypes
+@pytest.mark.parametrize("dim", [8, 12, 32, 64, 72, 128, 256])
+def test_head_dims_on_the_gpu(make_call, dim, dtype):
+    call = make_call((13, 17), (3, 4), dim, dtype=dtype, rope=True, per_head=True)
+    call.check(call.run("triton"), TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+@half_dtypes
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 128), (128, 32), (32, 256)])
+def test_different_key_and_value_dims_on_the_gpu(make_call, dim, value_dim, dtype):
+    call = make_call((14, 14), (4, 4), dim, value_dim, dtype=dtype, key_blocks=(77, 6))
+    call.check(call.run("triton"), TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+@half_dtypes
+def test_the_released_denominator_on_the_gpu(make_call, dtype):
+    call = make_call((16, 16), (4, 4), 64, dtype=dtype, normalizer="official")
+    call.check(call.run("triton"), TOLERANCE[dtype])
+
+
+@pytest.mark.gpu
+@half_dtypes
+def test_wans_default_size_on_the_gpu(make_call, dtype):
+    call = make_call((21, 30, 52), (3, 5, 10), 128, batch=1, heads=2, dtype=dtype, rope=True)
+    expected = call.run("eager", torch.float32)
+    for name, x in call.run("triton").items():
+        error = (x.double() - expected[name].double()).norm() / expected[name].double().norm()
+        assert error <= 1e-2, f"{name}: {error:.2e}"
