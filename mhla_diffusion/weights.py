@@ -33,6 +33,8 @@ class Place:
 def search_places(name: str) -> list[Place]:
     """Every folder that may hold the pipeline `name`, in the order in which they are looked into."""
     places = [Place(Path(name).expanduser(), "path")]
+    if places[0].path.is_absolute():
+        return places
     for root in filter(None, os.environ.get(WEIGHTS_VARIABLE, "").split(os.pathsep)):
         places.append(Place(Path(root).expanduser() / name, f"${WEIGHTS_VARIABLE}"))
     checkout = Path(__file__).resolve().parent.parent

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import tiny_sana
+from PIL import Image
 
 from mhla_diffusion.cli import main
 from mhla_diffusion.models.convert import convert
@@ -134,6 +135,19 @@ def test_a_mistake_is_one_line_on_stderr_and_nothing_is_left(folder, here, capfd
     assert out == "" and err.startswith("mhla: ") and named in err
     assert err.count("\n") == 1 and "Traceback" not in err
     assert sorted(here.rglob("*")) == before
+
+
+def test_train_runs_a_recipe_and_goes_on(folder, here, capsys):
+    for colour in ("red", "blue"):
+        (here / "pictures" / colour).mkdir(parents=True)
+        Image.new("RGB", (40, 32), colour).save(here / "pictures" / colour / "a.png")
+    (here / "recipe.toml").write_text(f'{RECIPE}size = 32\n[model]\nbase = "{folder}"\n')
+    line = ["train", "recipe.toml", "--set", "run.batch_size=2", "run.device=cpu"]
+    assert main([*line, "run.steps=1"]) == 0
+    assert main(line) == 0
+    assert "2 of 2 steps done" in capsys.readouterr().out
+    assert main([*line, "--resume", "none"]) == 2
+    assert main(["generate", "red", "--pipeline", "runs/x/pipeline", "--device", "cpu"]) == 0
 
 
 def test_a_traceback_is_shown_when_asked_for(here):

@@ -60,6 +60,7 @@ def test_an_unknown_pipeline_names_every_place_and_what_to_type(tmp_path, monkey
         find_pipeline("nowhere")
     message = str(error.value)
     assert all(str(place.path) in message for place in search_places("nowhere"))
+    assert len(search_places("nowhere")) >= 3 and len(search_places(str(tmp_path / "nowhere"))) == 1
     assert "MHLA_WEIGHTS" in message and "clone the repository" in message and "\n" not in message
 
 
