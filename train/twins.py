@@ -84,6 +84,7 @@ def measure(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dict, l
 def run_twin(recipe: Recipe, name: str, seed: int, out: Path) -> None:
     """Trains and measures one twin and writes its two files."""
     began = time.time()
+    torch.compiler.reset()  # each twin is another model: past the limit of recompilations it would silently run eagerly
     result = train(recipe, resume="auto")
     if not result.finished:
         print(f"{name}:{seed} stopped at step {result.step}; run the same command again to go on")
