@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .backends import MAX_HEAD_DIM, choose_backend
+from .backends import choose_backend
 from .eager import eager_core
 from .partition import Partition, grid_partition, table_partition
 from .reference import reference_attention
@@ -136,20 +136,21 @@ def mhla_attention(
     Args:
         q: `(B, N, H, D)`, float32, bfloat16, float16 or float64.
         k: `(B, Nk, H, D)`, v: `(B, Nk, H, Dv)`, of q's dtype. D and Dv up to 256 in the Triton kernels.
-        mixing: `(Mq, Mk)` or `(H, Mq, Mk)`, any float dtype, used in float32. Query blocks in rows, key blocks in columns.
+        mixing: `(Mq, Mk)` or `(H, Mq, Mk)`, any float dtype, used in float32; rows are query blocks, columns key blocks.
         block_table: `(Mq, n_max)` token ids of each block, each token once, -1 = padding. A table on the CPU is
             checked once; on a GPU ids outside [0, N) act as padding and tokens in no block yield zeros.
         grid, block_grid: instead of a table: tokens and blocks on each axis.
         key_block_table: `(Mk, nk_max)`, blocks of the keys when they are not those of the queries (cross-attention).
         feature_map: `relu`, phi(x) = relu(x) + feature_eps.
-        normalizer: `paper` divides by phi(q) . z~ + denominator_eps; `none` does not divide; `official` divides as the
-            released DiT code does, by a sum that takes other blocks' queries (equal blocks, Mq = Mk), to run its weights.
+        normalizer: `paper` divides by phi(q) . z~ + denominator_eps; `none` does not divide; `official` divides as
+            the released DiT code does, by a sum over other blocks' queries (equal blocks, Mq = Mk), to run its weights.
         denominator_eps: 0 for `paper`, 1e-6 for `official` when None.
         rope: (cos, sin), float32 `(N, D / 2)` each; turns the channel pairs (0, 1), (2, 3), ... of phi(q) and phi(k) in
             the numerator only. key_rope: the same for the keys, `(Nk, D / 2)`; `rope` when None.
         norm_weight: `(Dv,)`, per-head RMSNorm of the output with norm_eps.
         gate: `(B, N, H, Dv)`, multiplied after the norm (already activated). local: added last.
-        backend: `auto` takes Triton on CUDA and plain torch elsewhere (`explain` says why), `triton`, `eager`, `reference`.
+        backend: `auto` takes Triton on CUDA and plain torch elsewhere (`explain` says why); `triton`, `eager` and
+            `reference` ask for one.
 
     Returns:
         `(B, N, H, Dv)` in q's dtype. Sums, denominators, norm, gate and local are computed in float32.
@@ -203,12 +204,10 @@ def mhla_attention(
     options = {"feature_eps": feature_eps, "normalizer": normalizer, "denominator_eps": denominator_eps}
     if name == "reference":
         dtype = torch.promote_types(q.dtype, torch.float32)
-        extras = {"norm_weight": norm_weight, "gate": gate, "local": local}
-        extras = {key: None if x is None else x.to(dtype) for key, x in extras.items()}
-        tables = query.with_table(q.device), key.with_table(q.device)
+        norm_weight, gate, local = (None if x is None else x.to(dtype) for x in (norm_weight, gate, local))
         out = reference_attention(
-            q.to(dtype), k.to(dtype), v.to(dtype), mixing, *tables,
-            rope=rope, key_rope=key_rope, norm_eps=norm_eps, **extras, **options,
+            q.to(dtype), k.to(dtype), v.to(dtype), mixing, query.with_table(q.device), key.with_table(q.device),
+            rope=rope, key_rope=key_rope, norm_weight=norm_weight, norm_eps=norm_eps, gate=gate, local=local, **options,
         )  # fmt: skip
         return out.to(q.dtype)
 

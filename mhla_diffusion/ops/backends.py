@@ -12,8 +12,16 @@ __all__ = ["BACKENDS", "MAX_HEAD_DIM", "choose_backend", "explain"]
 BACKENDS = ("auto", "triton", "eager", "reference")
 MAX_HEAD_DIM = 256
 
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # an import hook or a stub module forbids it
+        return False
+
+
 # Read once: Triton itself looks at the variable when kernels are defined, not at each call.
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_HAS_TRITON = _installed("triton")
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
 

@@ -64,8 +64,8 @@ def features(x: torch.Tensor, part: Partition, feature_eps: float, dtype: torch.
 
 
 def mask_padding(phi: torch.Tensor, part: Partition) -> torch.Tensor:
-    """Zero at padding, for keys: masked after the feature map, because phi(0) = eps. Queries need no mask, their padding
-    slots are dropped at the end, and a zero there would be 0/0 with a NaN gradient."""
+    """Zero at padding, for keys: masked after the feature map, because phi(0) = eps. Queries need no mask: their
+    padding slots are dropped at the end, and a zero there would be 0/0 with a NaN gradient."""
     return phi * slot_ids(part, phi.device)[1][..., None] if part.padded else phi
 
 

@@ -61,7 +61,8 @@ def _(
 
 @torch.library.custom_op("mhla_diffusion::mhla_backward", mutates_args=())
 def mhla_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, state: Tensor, query_table: Tensor, key_table: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, state: Tensor,
+    query_table: Tensor, key_table: Tensor,
     cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
     feature_eps: float, denominator_eps: float, divide: bool, trusted: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip

@@ -170,10 +170,10 @@ def pull_back_kernel(
 ):  # fmt: skip
     """Program (batch * head * block, run of TILES token tiles): dx (B, N, H, D), contiguous, from grad (B, N, H, Dv).
 
-    With g = grad S^T, the gradient of the turned features: without a denominator d phi = turn_back(g). DIVIDE (queries):
-    den = phi . z + eps, d den = -(turned . g) / den^2, d phi = turn_back(g / den) + d den z; 1 / den and d den are
-    stored per token, they are the row weights with which `summarise` takes the gradients of S and z. ADD_MASS (keys):
-    z's own gradient is added to every key of the block.
+    With g = grad S^T, the gradient of the turned features: without a denominator d phi = turn_back(g).
+    DIVIDE (queries): den = phi . z + eps, d den = -(turned . g) / den^2, d phi = turn_back(g / den) + d den z;
+    1 / den and d den are stored per token, they are the row weights with which `summarise` takes the gradients of
+    S and z. ADD_MASS (keys): z's own gradient is added to every key of the block.
     """
     row = tl.program_id(0)
     block = row % num_blocks

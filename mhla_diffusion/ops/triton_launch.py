@@ -18,7 +18,7 @@ __all__ = ["pull_back", "read_out", "summarise"]
 
 TILES = 4  # token tiles per program: a program loads its state once for all of them
 _DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "bf16"}
-# Where a kernel stands in its list of configurations: (kernel, device, dtype, dims) -> index; past the end: plain torch.
+# Where a kernel stands in its list of configurations: (kernel, device, dtype, dims) -> index, past the end plain torch.
 _step: dict[tuple, int] = {}
 _warned: set[tuple] = set()
 
@@ -151,8 +151,8 @@ def pull_back(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
     """Gradient of x (B, N, H, D), contiguous in its dtype, from grad (B, N, H, Dv), through phi and the rotation.
 
-    role: "plain" no denominator · "divide" x are queries with one; also returns the row weights (1 / den, d den), float32
-    `(B, N, H)` each, for `summarise` · "add_mass" x are keys whose z carries a gradient, kept in the state's tail.
+    role: "plain" no denominator · "divide" x are queries with one; also returns the row weights (1 / den, d den),
+    float32 `(B, N, H)` each, for `summarise` · "add_mass" x are keys whose z has a gradient, kept in the state's tail.
     """
     x, grad = _unit_stride(x), _unit_stride(grad)
     batch, tokens, heads, dim = x.shape

@@ -113,13 +113,19 @@ def test_stock_sanas_numerics_where_no_feature_is_active():
     assert all(torch.isfinite(g).all() for g in gradients)
 
 
-@pytest.mark.parametrize("as_view", [lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x[:, :, :2]])
+@pytest.mark.parametrize(
+    "as_view", [lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x[:, :, :2]]
+)
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5)])
 def test_views_give_exactly_what_their_copies_give(as_view, grid):
     tokens = math.prod(grid)
-    q, k, v = (as_view(x) for x in torch.randn(3, 1, tokens, 4, 8, generator=torch.Generator().manual_seed(3)))
+    q, k, v = (
+        as_view(x) for x in torch.randn(3, 1, tokens, 4, 8, generator=torch.Generator().manual_seed(3))
+    )
     mixing = initial_mixing((2, 2))
-    expected = mhla_attention(q.contiguous(), k.contiguous(), v.contiguous(), mixing, grid=grid, block_grid=(2, 2))
+    expected = mhla_attention(
+        q.contiguous(), k.contiguous(), v.contiguous(), mixing, grid=grid, block_grid=(2, 2)
+    )
     assert not v.is_contiguous()
     assert torch.equal(mhla_attention(q, k, v, mixing, grid=grid, block_grid=(2, 2)), expected)
 

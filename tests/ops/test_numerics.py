@@ -45,7 +45,9 @@ def test_random_magnitude_30_at_16k_tokens_equals_float64(device, dtype):
 @dtypes
 def test_gradients_stay_finite_at_the_limits(device, dtype):
     for fill in (-1.0, 30.0):
-        q, k = (torch.full((1, 1024, 1, 32), fill, dtype=dtype, device=device).requires_grad_() for _ in range(2))
+        q, k = (
+            torch.full((1, 1024, 1, 32), fill, dtype=dtype, device=device).requires_grad_() for _ in range(2)
+        )
         v = torch.ones_like(q).requires_grad_()
         out = attend(q, k, v, grid=(32, 32))
         assert all(torch.isfinite(g).all() for g in torch.autograd.grad(out.sum(), (q, k, v)))

@@ -1,0 +1,125 @@
+"""The front of the operator: what it accepts, what it refuses and what it says."""
+
+import pytest
+import torch
+
+from mhla_diffusion.blocks import block_table
+from mhla_diffusion.mixing import initial_mixing
+from mhla_diffusion.ops import mhla_attention
+
+
+def zeros(tokens=16, heads=2, dim=8, batch=1, dtype=torch.float32):
+    return torch.zeros(batch, tokens, heads, dim, dtype=dtype)
+
+
+def angles(tokens=16, pairs=4):
+    return torch.ones(tokens, pairs), torch.zeros(tokens, pairs)
+
+
+GRID = {"grid": (4, 4), "block_grid": (2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(16, 2, 8)}, r"q has shape \(16, 2, 8\): give \(batch, tokens, heads, head dim\)"),
+        ({"k": zeros(dtype=torch.bfloat16)}, r"k.to\(q\)"),
+        ({"q": zeros().long(), "k": zeros().long(), "v": zeros().long()}, "give float32, bfloat16"),
+        ({"k": zeros(dim=4)}, "batch, heads and head dim must be the same"),
+        ({"v": zeros(tokens=8)}, "only the last axis may differ"),
+        ({"q": zeros(batch=0), "k": zeros(batch=0), "v": zeros(batch=0)}, "no axis may be empty"),
+        ({"mixing": torch.eye(3)}, r"give a float \(4, 4\) or \(2, 4, 4\)"),
+        ({"mixing": torch.eye(4).long()}, r"give a float \(4, 4\)"),
+        ({"mixing": torch.ones(3, 4, 4)}, "give one matrix or 2"),
+        ({"grid": (4, 5)}, "grid \\(4, 5\\) holds 20 tokens but q has 16"),
+        ({"block_grid": (2,)}, "one block count for each of the 2 axes"),
+        ({"block_grid": (0, 2)}, "one positive integer"),
+        ({"grid": None}, r"pass block_table=block_table\(grid, block_grid\)"),
+        ({"block_table": block_table((4, 4), (2, 2))}, "pass one of them"),
+        ({"grid": None, "block_grid": None, "block_table": torch.zeros(4, 4)}, "give an int64"),
+        ({"grid": None, "block_grid": None, "block_table": torch.zeros(4, 4).long()}, "exactly once"),
+        (
+            {"grid": None, "block_grid": None, "block_table": torch.zeros(2, 4).long()},
+            "has room for 8 tokens",
+        ),
+        ({"k": zeros(tokens=9), "v": zeros(tokens=9)}, "pass key_block_table"),
+        ({"feature_map": "elu"}, "choose one of relu"),
+        ({"normalizer": "sum"}, "choose one of paper, none, official"),
+        ({"feature_eps": -1.0}, "both must be >= 0"),
+        ({"feature_eps": 0.0}, "pass denominator_eps=1e-15"),
+        ({"backend": "cuda"}, "choose one of auto, triton, eager, reference"),
+        ({"rope": angles(pairs=8)}, r"give \(cos, sin\), each \(16, 4\)"),
+        ({"q": zeros(dim=5), "k": zeros(dim=5), "rope": angles()}, "the head dim 5 is odd"),
+        ({"key_rope": angles()}, "pass rope="),
+        ({"norm_weight": torch.ones(4)}, r"give one weight per channel, \(8,\)"),
+        ({"gate": zeros(dim=4)}, r"give the output's shape \(1, 16, 2, 8\)"),
+        ({"local": zeros(heads=1)}, r"give the output's shape \(1, 16, 2, 8\)"),
+        ({"grid": (3, 6), "block_grid": (2, 2), "q": zeros(18), "k": zeros(18), "v": zeros(18)}, None),
+    ],
+)
+def test_wrong_input_is_refused_in_one_line(changes, message):
+    arguments = {"q": zeros(), "k": zeros(), "v": zeros(), "mixing": torch.eye(4), **GRID, **changes}
+    if message is None:  # the same call with a fitting grid passes
+        mhla_attention(**arguments)
+        return
+    with pytest.raises(ValueError, match=message) as error:
+        mhla_attention(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_the_released_denominator_needs_equal_blocks():
+    q = zeros(15)
+    with pytest.raises(ValueError, match="use normalizer='paper'"):
+        mhla_attention(q, q, q, torch.eye(4), grid=(3, 5), block_grid=(2, 2), normalizer="official")
+    q, k = zeros(16), zeros(8)
+    table = block_table((8,), (2,))
+    with pytest.raises(ValueError, match="as many query as key blocks, here 4 and 2"):
+        mhla_attention(q, k, k, torch.ones(4, 2), **GRID, key_block_table=table, normalizer="official")
+
+
+def test_unknown_keywords_are_refused():
+    with pytest.raises(TypeError, match="normaliser"):
+        mhla_attention(zeros(), zeros(), zeros(), torch.eye(4), **GRID, normaliser="none")
+
+
+def test_an_axis_with_fewer_tokens_than_blocks_wants_its_own_matrix():
+    q = torch.randn(1, 4, 1, 8)
+    with pytest.raises(ValueError, match="interpolate_mixing"):
+        mhla_attention(q, q, q, initial_mixing((3, 2)), grid=(1, 4), block_grid=(3, 2))
+    assert mhla_attention(q, q, q, initial_mixing((1, 2)), grid=(1, 4), block_grid=(3, 2)).shape == q.shape
+
+
+def test_a_table_is_checked_again_after_it_changed():
+    q = torch.randn(1, 4, 1, 8)
+    table = torch.tensor([[0, 1], [2, 3]])
+    mhla_attention(q, q, q, torch.eye(2), table)
+    table[0, 0] = 3
+    with pytest.raises(ValueError, match="exactly once"):
+        mhla_attention(q, q, q, torch.eye(2), table)
+    with torch.inference_mode():
+        fresh = torch.tensor([[0, 1], [2, 3]])
+        mhla_attention(q, q, q, torch.eye(2), fresh)
+        fresh[0, 0] = 3
+        with pytest.raises(ValueError, match="exactly once"):
+            mhla_attention(q, q, q, torch.eye(2), fresh)
+
+
+def test_int32_tables_and_half_precision_mixing_are_accepted():
+    q = torch.randn(1, 15, 2, 8)
+    table, mixing = block_table((3, 5), (2, 2)), initial_mixing((2, 2))
+    expected = mhla_attention(q, q, q, mixing, table)
+    assert torch.equal(mhla_attention(q, q, q, mixing, table.int()), expected)
+    half = mhla_attention(q, q, q, mixing.bfloat16(), table)
+    assert torch.equal(half, mhla_attention(q, q, q, mixing.bfloat16().float(), table))
+
+
+def test_the_released_denominator_takes_other_blocks_queries():
+    # With v = 1 the paper's output is 1; the released code's is not, unless the mixing is diagonal.
+    q, k = torch.rand(2, 1, 16, 1, 8, generator=torch.Generator().manual_seed(0))
+    v = torch.ones_like(q)
+    mixing = initial_mixing((2, 2))
+    paper = mhla_attention(q, k, v, mixing, **GRID)
+    official = mhla_attention(q, k, v, mixing, **GRID, normalizer="official")
+    assert (paper - 1).abs().max() < 1e-5 < 1e-2 < (official - 1).abs().max()
+    diagonal = mhla_attention(q, k, v, torch.eye(4), **GRID, normalizer="official")
+    assert (diagonal - 1).abs().max() < 1e-5
