@@ -209,7 +209,8 @@ class BlockMixing(nn.Module):
         """
         weight = self.weight
         clipped = weight.clamp(0.0, 1.0)
-        largest = torch.nn.functional.one_hot(weight.argmax(dim=-1), weight.shape[-1]).to(weight.dtype)
+        columns = torch.arange(weight.shape[-1], device=weight.device)
+        largest = (columns == weight.argmax(dim=-1, keepdim=True)).to(weight.dtype)
         empty = clipped.sum(dim=-1, keepdim=True) <= 0
         weight.copy_(torch.where(empty, largest / weight.shape[-1], clipped))
         return self

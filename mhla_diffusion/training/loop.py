@@ -92,13 +92,13 @@ def train(recipe: Recipe, resume: str | Path | None = None) -> Result:
     finally:
         torch.set_float32_matmul_precision(precision)
         torch.compiler.reset()  # else a few runs in one process reach the limit of compiled variants
-        AcceleratorState._reset_state()  # or a second run in this process could not choose its precision
 
 
 def _accelerator(recipe: Recipe) -> Accelerator:
     run = recipe.run
     if run.device == "cuda" and not torch.cuda.is_available():
         raise ValueError('recipe: run.device = "cuda", but there is no CUDA device; write "auto" or "cpu"')
+    AcceleratorState._reset_state()  # or a second run in this process could not choose its precision
     accelerator = Accelerator(
         mixed_precision=run.mixed_precision,
         cpu=run.device == "cpu" or not torch.cuda.is_available(),
