@@ -269,13 +269,17 @@ def is_plural(noun: str) -> bool:
     return last in _PLURAL_WORDS or (last.endswith("s") and not last.endswith(("ss", "us", "is")))
 
 
+def article(noun: str) -> str:
+    """``"a"`` or ``"an"``, by the first letters."""
+    return "an" if noun[0] in "aeio" or (noun[0] == "u" and not noun.startswith(("uni", "us", "uk"))) else "a"
+
+
 def with_article(name: str, group: str) -> str:
     """``"whale"`` -> ``"a whale"``; names outside the object groups, and plural ones, stay bare."""
     noun = re.sub(r"^flag, ", "the flag of ", name.lower())
     if group not in NOUN_GROUPS or noun.startswith(("the ", "a ", "an ")) or is_plural(noun):
         return noun
-    vowel_sound = noun[0] in "aeio" or (noun[0] == "u" and not noun.startswith(("uni", "us", "uk")))
-    return f"{'an' if vowel_sound else 'a'} {noun}"
+    return f"{article(noun)} {noun}"
 
 
 def style_caption(style: str, name: str, group: str) -> str:
