@@ -6,8 +6,8 @@ nothing here needs Diffusers, Triton, a GPU or a network. `import mhla_diffusion
 """
 
 import importlib.abc
+import importlib.machinery
 import importlib.metadata
-import importlib.util
 import sys
 
 _HOME_OF = {
@@ -59,14 +59,15 @@ class _RegisterOnImport(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != _DIFFUSERS_LOADER:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module):
                 execute(module)
                 _register_with_diffusers(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
 
             spec.loader.exec_module = execute_and_register
         return spec

@@ -100,6 +100,10 @@ class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
             "softmax" (for comparisons, with gate and local convolution as in the MHLA layers).
 
     Raises ValueError on a value outside the allowed ones.
+
+    Load a saved model with this class. The stock class would load it as well, but drop the new weights with a
+    log line, and Diffusers gives no way to refuse that; `load_pipeline` refuses a pipeline whose index asks
+    for it.
     """
 
     _no_split_modules = ["MHLASanaTransformerBlock", "PatchEmbed", "SanaModulatedNorm"]

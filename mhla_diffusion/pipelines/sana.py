@@ -13,6 +13,7 @@ from diffusers.pipelines.sana.pipeline_output import SanaPipelineOutput
 from transformers import Gemma2PreTrainedModel, GemmaTokenizer, GemmaTokenizerFast
 
 from ..loading import check_layout, check_models
+from ..models.sana import MHLASanaTransformer2DModel
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 # The stock pipeline has a list of resolutions for these sample sizes only.
@@ -39,7 +40,7 @@ class MHLASanaPipeline(SanaPipeline):
         tokenizer: GemmaTokenizer | GemmaTokenizerFast,
         text_encoder: Gemma2PreTrainedModel,
         vae: AutoencoderDC,
-        transformer: SanaTransformer2DModel,
+        transformer: SanaTransformer2DModel | MHLASanaTransformer2DModel,
         scheduler: DPMSolverMultistepScheduler,
         default_steps: int = 20,
         default_guidance_scale: float = 4.5,

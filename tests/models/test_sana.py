@@ -185,6 +185,9 @@ def test_compiled_in_one_graph_it_gives_the_same_output_and_gradients():
     out, plain = run(ours), gradients(ours)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     assert relative(run(compiled), out) < 1e-6
+    for grid in ((7, 5), (12, 6)):  # another size, then a graph for any size
+        inputs = transformer_inputs(grid=grid)
+        assert relative(run(compiled, **inputs), run(ours, **inputs)) < 1e-6
     compiled_gradients = gradients(compiled)
     for name, value in plain.items():
         assert relative(compiled_gradients[f"_orig_mod.{name}"], value) < 1e-5, name
@@ -218,6 +221,16 @@ def test_the_first_block_cache_works():
     cached = model(num_layers=3)
     with ours.cache_context("cond"):
         assert relative(run(ours), run(cached)) < 1e-6
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [{"offload_type": "leaf_level"}, {"num_blocks_per_group": 1}])
+def test_group_offload_finds_every_weight_where_it_is_used(kind):
+    ours = stirred(model(**EVERYTHING))
+    expected = run(ours)
+    cpu = torch.device("cpu")
+    ours.enable_group_offload(onload_device=cpu, offload_device=cpu, **kind)
+    assert torch.equal(run(ours), expected)
 
 
 @torch.no_grad()

@@ -93,6 +93,13 @@ def test_the_stock_pipeline_loads_our_transformer_through_diffusers(tmp_path):
     assert torch.equal(draw(ours, **arguments, complex_human_instruction=lines), expected)
 
 
+def test_it_is_made_from_a_stock_pipeline_with_either_transformer():
+    for transformer in (stock_transformer(), convert(stock_transformer())):
+        stock = stock_pipeline(transformer)
+        ours = MHLASanaPipeline.from_pipe(stock, default_steps=2)
+        assert ours.transformer is transformer and ours.vae is stock.vae and ours.config.default_steps == 2
+
+
 def test_item_i_of_a_batch_equals_its_single_run(pipe):
     prompts = ["a red apple", "an emoji of a whale on green", "two"]
     negatives = ["blue", "", "flat apple"]
@@ -283,3 +290,47 @@ def test_a_call_that_cannot_work_is_refused_in_one_line_before_anything_runs(pip
             handle.remove()
     assert "\n" not in str(caught.value)
     assert not ran
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", ["enable_model_cpu_offload", "enable_sequential_cpu_offload", "group"])
+def test_offloading_draws_the_same_picture_and_takes_a_lora_in_any_order(offload, tmp_path):
+    trained = pipeline().transformer
+    trained.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_v"]))
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(generator=generator(7))
+    MHLASanaPipeline.save_lora_weights(tmp_path, transformer_lora_layers=get_peft_model_state_dict(trained))
+
+    def offloaded(lora_first: bool) -> MHLASanaPipeline:
+        pipe = pipeline()
+        steps = [lambda: pipe.load_lora_weights(tmp_path), lambda: offload_to_cpu(pipe, offload)]
+        for step in steps if lora_first else reversed(steps):
+            step()
+        return pipe
+
+    plain = pipeline()
+    plain.load_lora_weights(tmp_path)
+    expected = draw(plain.to("cuda"), output_type="latent").cpu()
+    for lora_first in (True, False):
+        latents = draw(offloaded(lora_first), output_type="latent").cpu()
+        assert ((latents - expected).norm() / expected.norm()) < 1e-4
+
+
+def offload_to_cpu(pipe: MHLASanaPipeline, how: str) -> None:
+    if how != "group":
+        getattr(pipe, how)()
+        return
+    pipe.text_encoder.to("cuda")
+    pipe.vae.to("cuda")
+    devices = {"onload_device": torch.device("cuda"), "offload_device": torch.device("cpu")}
+    pipe.transformer.enable_group_offload(**devices, offload_type="leaf_level")
+
+
+@pytest.mark.gpu
+def test_half_precision_on_the_gpu_stays_close_to_float32_on_the_cpu():
+    expected = draw(pipeline(), output_type="latent")
+    for dtype in (torch.bfloat16, torch.float16):
+        latents = draw(pipeline().to("cuda", dtype), output_type="latent").cpu()
+        assert ((latents - expected).norm() / expected.norm()) < 0.05
