@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -77,7 +78,7 @@ def load_or_encode(
             tensors = load_file(folder / "latents.safetensors")
             captions = json.loads((folder / "captions.json").read_text(encoding="utf-8"))
             return LatentSet([tensors[str(i)] for i in range(len(tensors))], captions)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             warnings.warn(f"the latents in {folder} cannot be read ({error}); encoding anew", stacklevel=2)
     vae = parts.vae.to(device)
     try:

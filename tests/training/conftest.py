@@ -79,6 +79,12 @@ def write_picture(path, colour, size=(32, 32), seed=0):
     Image.fromarray((np.array(colour) + noise).clip(0, 255).astype(np.uint8)).save(path)
 
 
+@pytest.fixture(name="write_picture")
+def write_picture_fixture():
+    """`write_picture(path, colour, size=(32, 32), seed=0)`: a noisy picture of one colour."""
+    return write_picture
+
+
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     """Folder with vae/, tokenizer/ and scheduler/ at toy size: 32 px -> 8 x 8 latents of 4 channels."""
