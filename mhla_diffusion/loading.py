@@ -55,7 +55,13 @@ def load_from_hub(name: str, kwargs: dict):
     from diffusers import DiffusionPipeline
 
     about_the_index = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-    index = DiffusionPipeline.load_config(name, **{k: v for k, v in kwargs.items() if k in about_the_index})
+    try:
+        index = DiffusionPipeline.load_config(
+            name, **{k: v for k, v in kwargs.items() if k in about_the_index}
+        )
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"no pipeline {name!r} could be had from the Hub: {reason}") from error
     return class_named(index.get("_class_name"), name).from_pretrained(name, **kwargs)
 
 
