@@ -1,6 +1,7 @@
 """The wheel and the pinned development install."""
 
 import ast
+import os
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,20 @@ def test_the_wheel_has_the_command_and_the_licences(wheel):
     assert "mhla = mhla_diffusion.cli:main" in wheel.read(entry_points).decode()
     for licence in ("LICENSE", "THIRD_PARTY_NOTICES"):
         assert any(Path(name).name.startswith(licence) for name in names), licence
+
+
+def test_a_user_of_the_wheel_is_told_where_pipelines_come_from(wheel, tmp_path):
+    wheel.extractall(tmp_path / "site")
+    code = "import sys; from mhla_diffusion.cli import main; sys.exit(main(['generate', 'a whale']))"
+    environment = {name: value for name, value in os.environ.items() if name != "MHLA_WEIGHTS"}
+    environment["PYTHONPATH"] = str(tmp_path / "site")
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 2
+    assert "MHLA_WEIGHTS" in result.stderr and "clone the repository" in result.stderr
+    assert str(ROOT) not in result.stderr and result.stderr.count("\n") == 1
 
 
 # Import names that differ from the name of their distribution.
