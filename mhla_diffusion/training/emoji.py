@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from .emoji_scenes import (
-    SCENE_STREAM,
     WHITE_NAMED,
     ScenePainter,
     ScenePlanner,
@@ -45,8 +44,7 @@ __all__ = [
 ]
 
 PROMPTS = Path(__file__).resolve().parents[2] / "assets" / "emoji_prompts.json"
-SINGLE_STREAM = 1
-assert SINGLE_STREAM != SCENE_STREAM  # two streams of random numbers under one seed
+SINGLE_STREAM = 1  # second word of the seed; scenes have a stream of their own
 
 # How often a caption is the set's own, gets two keywords, loses its style, loses "an emoji of" as well.
 PLAIN, WITH_TAGS, WITHOUT_STYLE = 0.7, 0.15, 0.1

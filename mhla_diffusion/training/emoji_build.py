@@ -328,8 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{len(facts['left_out'])} left out, {options.out.stat().st_size / 1e6:.1f} MB"
         )
         if options.sample:
-            write_sample(options.out, options.sample)
-            print(f"{options.sample}: 64 drawings, {options.sample.stat().st_size / 1e3:.0f} kB")
+            cut = write_sample(options.out, options.sample)
+            print(f"{options.sample}: {cut['images']} drawings, {options.sample.stat().st_size / 1e3:.0f} kB")
         if options.check:
             differences = compare(options.out, options.check)
             print("\n".join(differences) or f"same content as {options.check}")
