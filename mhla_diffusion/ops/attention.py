@@ -136,7 +136,7 @@ def mhla_attention(
     Args:
         q: `(B, N, H, D)`, float32, bfloat16, float16 or float64.
         k: `(B, Nk, H, D)`, v: `(B, Nk, H, Dv)`, of q's dtype. D and Dv up to 256 in the Triton kernels.
-        mixing: `(Mq, Mk)` or `(H, Mq, Mk)`, any float dtype, used in float32; rows are query blocks, columns key blocks.
+        mixing: `(Mq, Mk)` or `(H, Mq, Mk)`, any float dtype, used in float32; query blocks in rows, keys' in columns.
         block_table: `(Mq, n_max)` token ids of each block, each token once, -1 = padding. A table on the CPU is
             checked once; on a GPU ids outside [0, N) act as padding and tokens in no block yield zeros.
         grid, block_grid: instead of a table: tokens and blocks on each axis.
@@ -201,7 +201,11 @@ def mhla_attention(
     name, reason = choose_backend(backend, q.device, q.dtype, max(q.shape[-1], v.shape[-1]))
     if backend == "auto" and name == "eager" and q.device.type == "cuda":
         _warn_once(f"mhla_attention takes the plain torch path on {q.device}: {reason}")
-    options = {"feature_eps": feature_eps, "normalizer": normalizer, "denominator_eps": denominator_eps}
+    options = {
+        "feature_eps": float(feature_eps),
+        "normalizer": normalizer,
+        "denominator_eps": float(denominator_eps),
+    }
     if name == "reference":
         dtype = torch.promote_types(q.dtype, torch.float32)
         norm_weight, gate, local = (None if x is None else x.to(dtype) for x in (norm_weight, gate, local))

@@ -20,6 +20,10 @@ import triton.language as tl
 __all__ = ["pull_back_kernel", "read_out_kernel", "summarise_kernel"]
 
 
+# Sizes that change from call to call: specialising on them would compile again for each token grid.
+_SIZES = ["num_tokens", "num_blocks", "block_size", "heads"]
+
+
 @triton.jit
 def _slots(table_ptr, block, start, block_size, num_tokens, BN: tl.constexpr):
     """Token ids (int64) of BN slots of a block and whether each is a real token."""
@@ -72,7 +76,7 @@ def _dot_state(a, state, DOT: tl.constexpr):
         return tl.dot(a, state, input_precision=DOT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def summarise_kernel(
     x_ptr, y_ptr, table_ptr, cos_ptr, sin_ptr, y_scale_ptr, mass_weight_ptr, state_ptr,
     x_stride_b, x_stride_n, x_stride_h, y_stride_b, y_stride_n, y_stride_h,
@@ -119,7 +123,7 @@ def summarise_kernel(
             tl.store(state_ptr + D * DV + d, mass, mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def read_out_kernel(
     x_ptr, table_ptr, cos_ptr, sin_ptr, state_ptr, out_ptr,
     x_stride_b, x_stride_n, x_stride_h,
@@ -160,7 +164,7 @@ def read_out_kernel(
         tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=real[:, None] & (e < DV)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def pull_back_kernel(
     x_ptr, grad_ptr, table_ptr, cos_ptr, sin_ptr, state_ptr, dx_ptr, y_scale_ptr, mass_weight_ptr,
     x_stride_b, x_stride_n, x_stride_h, grad_stride_b, grad_stride_n, grad_stride_h,

@@ -57,7 +57,8 @@ def _start(name: str, x: torch.Tensor, value_dim: int, start: Callable[[Config],
     for step in range(_step.get(key, 0), len(configs)):
         _step[key] = step
         try:
-            start(configs[step])
+            with torch.cuda.device_of(x):  # Triton launches on the current device, x may live on another
+                start(configs[step])
         except OutOfResources as caught:
             error = caught
             continue

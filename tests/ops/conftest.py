@@ -12,6 +12,15 @@ from mhla_diffusion.ops import mhla_attention
 NAMES = ("q", "k", "v", "mixing", "norm_weight", "gate", "local")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Where there is a GPU, every test that uses `device` runs on it: `pytest -m gpu` then takes them all."""
+    if torch.cuda.is_available():
+        for item in items:
+            if "device" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.gpu)
+
+
 @pytest.fixture
 def device() -> torch.device:
     """A CUDA device where there is one, so that the same tests run Triton for real there."""
