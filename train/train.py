@@ -1,8 +1,8 @@
 """Trains what a recipe says; the same as `mhla train`, as a file that `accelerate launch` can start.
 
-    python train/train.py train/recipes/finetune-folder.toml --set data.path=my-pictures
-    accelerate launch --num_processes 2 train/train.py train/recipes/sana-mhla-emoji.toml
-    torchrun --nproc_per_node 2 train/train.py train/recipes/sana-mhla-emoji.toml
+python train/train.py train/recipes/finetune-folder.toml --set data.path=my-pictures
+accelerate launch --num_processes 2 train/train.py train/recipes/sana-mhla-emoji.toml
+torchrun --nproc_per_node 2 train/train.py train/recipes/sana-mhla-emoji.toml
 """
 
 import argparse
@@ -12,7 +12,9 @@ from mhla_diffusion.training import run
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe", help="TOML recipe; train/README.md lists every setting")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE",
                         help="replace one setting of the recipe; may be given several times")  # fmt: skip

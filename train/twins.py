@@ -50,10 +50,13 @@ RUNS = [("mhla", 0), ("softmax", 0), ("linear", 0), ("mhla+cpe+gate", 0), ("soft
         ("linear+cpe+gate", 0), ("mhla+cpe", 0), ("mhla", 1), ("softmax", 1), ("linear", 1)]  # fmt: skip
 SPLITS = ("train", "heldout", "val")
 
+
 def row_prompts() -> list[str]:
     """Twelve prompts of the project's fixed list: six seen, six whose drawing was held out."""
     listed = fixed_prompts()
-    return [p["prompt"] for split in ("train", "heldout") for p in [q for q in listed if q["split"] == split][:6]]
+    return [
+        p["prompt"] for split in ("train", "heldout") for p in [q for q in listed if q["split"] == split][:6]
+    ]
 
 
 def twin_recipe(path: str, overrides: list[str], name: str, seed: int, out: Path) -> Recipe:
@@ -72,7 +75,9 @@ def measure(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dict, l
     module = FlowLoss(parts.transformer, parts.text_encoder)
     losses = {}
     for split in SPLITS:
-        data = dataclasses.replace(recipe.data, split=split, backgrounds=0, compositions=0, tag_captions=False)
+        data = dataclasses.replace(
+            recipe.data, split=split, backgrounds=0, compositions=0, tag_captions=False
+        )
         encoded = load_or_encode(open_source(data, parts.latent_factor, 0), parts, data, device)
         table = caption_table(encoded, parts, True, parts.max_sequence_length, device)
         bf16 = recipe.run.mixed_precision == "bf16"
@@ -111,7 +116,9 @@ def run_twin(recipe: Recipe, name: str, seed: int, out: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe", nargs="?", default="train/recipes/twins-emoji.toml")
     parser.add_argument("--only", default="", metavar="NAME:SEED,...", help="train these only")
     parser.add_argument("--out", type=Path, default=Path("runs/twins"))
@@ -125,7 +132,9 @@ def main() -> int:
             return 0
         chosen = RUNS
         if args.only:
-            chosen = [(n, int(s or 0)) for n, _, s in (item.strip().partition(":") for item in args.only.split(","))]
+            chosen = [
+                (n, int(s or 0)) for n, _, s in (item.strip().partition(":") for item in args.only.split(","))
+            ]
             unknown = [name for name, _ in chosen if name not in TWINS]
             if unknown:
                 raise ValueError(f"no twin {unknown[0]!r}; choose among {', '.join(TWINS)}")

@@ -47,7 +47,7 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         _flush(path)
     _flush(temporary)
     if target.exists():
-        # A folder cannot be renamed over a full one: step aside first. Between the two renames only the name is missing.
+        # A folder cannot be renamed over a full one, so it steps aside first; for a moment neither has the name.
         old = target.parent / f"{_TEMPORARY}{target.name}-old"
         target.rename(old)
         temporary.rename(target)
@@ -57,7 +57,9 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     _flush(target.parent)
 
 
-def write_checkpoint(folder: Path, step: int, tensors: dict[str, dict[str, torch.Tensor]], state: dict) -> Path:
+def write_checkpoint(
+    folder: Path, step: int, tensors: dict[str, dict[str, torch.Tensor]], state: dict
+) -> Path:
     """Writes `folder/step-<step>`: one safetensors file per entry of `tensors`, and `state` as JSON."""
 
     def fill(temporary: Path) -> None:
@@ -66,7 +68,8 @@ def write_checkpoint(folder: Path, step: int, tensors: dict[str, dict[str, torch
             save_file(whole, temporary / f"{name}.safetensors")
         (temporary / "state.json").write_text(json.dumps({**state, "step": step}, indent=1))
         files = {
-            path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in sorted(temporary.iterdir())
+            path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)}
+            for path in sorted(temporary.iterdir())
         }
         (temporary / "manifest.json").write_text(json.dumps({"files": files}, indent=1))
 
@@ -111,7 +114,9 @@ def find_checkpoint(folder: Path, resume: str | Path | None) -> Path | None:
     if str(resume) != "auto":
         problem = fault(Path(resume))
         if problem:
-            raise ValueError(f"cannot resume: {problem}; give a step-* folder under {folder}, or --resume auto")
+            raise ValueError(
+                f"cannot resume: {problem}; give a step-* folder under {folder}, or --resume auto"
+            )
         return Path(resume)
     for path in reversed(list_checkpoints(folder)):
         problem = fault(path)
@@ -147,7 +152,9 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -
 
 
 def load_optimizer_tensors(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter], tensors: dict[str, torch.Tensor]
+    optimizer: torch.optim.Optimizer,
+    parameters: dict[str, torch.nn.Parameter],
+    tensors: dict[str, torch.Tensor],
 ) -> None:
     """Puts `optimizer_tensors` back; the step counts stay float32 on the parameter's device, as fused AdamW wants."""
     for key, value in tensors.items():

@@ -25,7 +25,9 @@ def diffusers_class(name: str):
     if name.startswith("MHLA"):
         return getattr(mhla_diffusion, name)
     if not hasattr(diffusers, name):
-        raise ValueError(f"neither mhla_diffusion nor diffusers has a class {name!r}; is the folder made by another version?")
+        raise ValueError(
+            f"neither mhla_diffusion nor diffusers has a class {name!r}; is the folder made by another version?"
+        )
     return getattr(diffusers, name)
 
 
@@ -81,8 +83,10 @@ def fresh_text_encoder(model: ModelConfig, vocabulary: int) -> nn.Module:
     check_model_table(model.text_encoder, allowed, "model.text_encoder")
     config = Gemma2Config(**model.text_encoder)
     if config.vocab_size < vocabulary:
-        raise ValueError(f"recipe: model.text_encoder.vocab_size = {config.vocab_size} is below the tokenizer's "
-                         f"{vocabulary} tokens; write {vocabulary}")
+        raise ValueError(
+            f"recipe: model.text_encoder.vocab_size = {config.vocab_size} is below the tokenizer's "
+            f"{vocabulary} tokens; write {vocabulary}"
+        )
     return Gemma2Model(config)
 
 
@@ -111,7 +115,9 @@ class Components:
         if "complex_human_instruction" in self.defaults:
             stored = self.defaults["complex_human_instruction"]
             return [stored] if isinstance(stored, str) and stored else None
-        parameter = inspect.signature(self.pipeline_class.__call__).parameters.get("complex_human_instruction")
+        parameter = inspect.signature(self.pipeline_class.__call__).parameters.get(
+            "complex_human_instruction"
+        )
         return parameter.default if parameter is not None and isinstance(parameter.default, list) else None
 
     @property
@@ -161,8 +167,10 @@ def build_components(recipe: Recipe) -> Components:
     base = base_folder(model)
     source = Path(recipe.run.init_from) if recipe.run.init_from else None
     if source is not None and not (source / "transformer" / "config.json").is_file():
-        raise ValueError(f"recipe: run.init_from = {str(source)!r} has no transformer/; give a pipeline folder, or the "
-                         "continue/ folder of an earlier run")
+        raise ValueError(
+            f"recipe: run.init_from = {str(source)!r} has no transformer/; give a pipeline folder, or the "
+            "continue/ folder of an earlier run"
+        )
     cls, defaults = _pipeline_class_and_defaults(base, recipe)
     tokenizer = _load(base, "tokenizer")
     with torch.random.fork_rng(devices=[]):
@@ -176,8 +184,13 @@ def build_components(recipe: Recipe) -> Components:
 
             options = model.convert
             layers = "all" if options.layers is None else options.layers
-            transformer = convert(transformer, block_grid=options.block_grid, layers=layers, gate=options.gate,
-                                  local_conv=options.local_conv)
+            transformer = convert(
+                transformer,
+                block_grid=options.block_grid,
+                layers=layers,
+                gate=options.gate,
+                local_conv=options.local_conv,
+            )
         if model.text_encoder is not None:
             text_encoder = fresh_text_encoder(model, len(tokenizer))
         else:
@@ -187,14 +200,19 @@ def build_components(recipe: Recipe) -> Components:
         if (source / "text_encoder").is_dir():
             _take_weights(text_encoder, source / "text_encoder")
         elif model.text_encoder is not None and not model.train_text_encoder:
-            raise ValueError(f"recipe: run.init_from = {str(source)!r} has no text_encoder/ and [model.text_encoder] is "
-                             "fresh and not trained; write model.train_text_encoder = true")
+            raise ValueError(
+                f"recipe: run.init_from = {str(source)!r} has no text_encoder/ and [model.text_encoder] is "
+                "fresh and not trained; write model.train_text_encoder = true"
+            )
     if model.train == "lora":
         from peft import LoraConfig as PeftConfig
 
-        transformer.add_adapter(
-            PeftConfig(r=model.lora.rank, lora_alpha=model.lora.alpha, target_modules=model.lora.targets)
+        settings = PeftConfig(
+            r=model.lora.rank, lora_alpha=model.lora.alpha, target_modules=model.lora.targets
         )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derived_seed(recipe.run.seed, "adapters"))
+            transformer.add_adapter(settings)
     return Components(cls, base, tokenizer, _load(base, "scheduler"), transformer, text_encoder, defaults)
 
 
@@ -211,9 +229,14 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 def _take_weights(module: nn.Module, folder: Path) -> None:
     """Copies an earlier run's weights into a module of the same shape; ValueError naming what does not fit."""
     weights, own = read_weights(folder), module.state_dict()
-    wrong = [n for n in sorted(weights.keys() | own.keys())
-             if n not in own or n not in weights or own[n].shape != weights[n].shape]
+    wrong = [
+        n
+        for n in sorted(weights.keys() | own.keys())
+        if n not in own or n not in weights or own[n].shape != weights[n].shape
+    ]
     if wrong:
-        raise ValueError(f"recipe: the weights in {folder} do not fit the model of this recipe; {len(wrong)} tensors "
-                         f"differ, first {wrong[0]}")
+        raise ValueError(
+            f"recipe: the weights in {folder} do not fit the model of this recipe; {len(wrong)} tensors "
+            f"differ, first {wrong[0]}"
+        )
     module.load_state_dict(weights)

@@ -32,15 +32,22 @@ class RunConfig:
     tf32: bool = setting(True, "allow TF32 in float32 matrix products on CUDA")
     compile: bool = setting(False, "torch.compile the transformer and, when trained, the text encoder")
     compile_scope: Literal["layers", "model"] = setting(
-        "layers", "layers: one compiled layer serves them all, ready in seconds. model: whole models, some per cent "
-                  "faster, minutes to compile")
+        "layers",
+        "layers: one compiled layer serves them all, ready in seconds. model: whole models, some per cent "
+        "faster, minutes to compile",
+    )
     gradient_checkpointing: bool = setting(False, "recompute activations of the transformer in backward")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: CUDA when present, else the CPU")
     log_every: int = setting(50, "steps between two reads of the loss; the only host synchronisation")
     tracker: Literal["none", "tensorboard"] = setting("none", "also log to TensorBoard, under <out>/tracker")
-    max_minutes: float = setting(0.0, "stop cleanly (checkpoint and export) this long after process start; 0: never")
-    init_from: str = setting("", "folder to take transformer and text encoder weights from: a pipeline folder, or "
-                                 "the <out>/continue folder of an earlier run, whose ema/ then seeds the EMA")
+    max_minutes: float = setting(
+        0.0, "stop cleanly (checkpoint and export) this long after process start; 0: never"
+    )
+    init_from: str = setting(
+        "",
+        "folder to take transformer and text encoder weights from: a pipeline folder, or "
+        "the <out>/continue folder of an earlier run, whose ema/ then seeds the EMA",
+    )
     first_step: int = setting(-1, "number of the first step; -1: the step that init_from stopped at, else 0")
 
 
@@ -60,28 +67,41 @@ class ConvertConfig:
     block_grid: list[int] = setting([4, 4], "blocks per axis of the token grid")
     layers: list[int] | None = setting(None, "layers that become MHLA; left out: all of them")
     gate: bool = setting(False, "add an output gate; starts neutral")
-    local_conv: int | None = setting(None, "size of a depthwise convolution on the values (3); starts at zero")
+    local_conv: int | None = setting(
+        None, "size of a depthwise convolution on the values (3); starts at zero"
+    )
 
 
 @dataclass
 class ModelConfig:
     """[model]: what is trained and from where."""
 
-    base: str = setting("", "pipeline folder with vae, tokenizer and scheduler, and the text_encoder and transformer "
-                            "that are not built fresh; required")
-    transformer: dict | None = setting(None, "[model.transformer]: build a fresh transformer with this config")
+    base: str = setting(
+        "",
+        "pipeline folder with vae, tokenizer and scheduler, and the text_encoder and transformer "
+        "that are not built fresh; required",
+    )
+    transformer: dict | None = setting(
+        None, "[model.transformer]: build a fresh transformer with this config"
+    )
     text_encoder: dict | None = setting(None, "[model.text_encoder]: build a fresh Gemma-2 text encoder")
     transformer_class: Literal["MHLASanaTransformer2DModel", "SanaTransformer2DModel"] = setting(
-        "MHLASanaTransformer2DModel", "class of a fresh transformer; the stock one serves for comparisons")
+        "MHLASanaTransformer2DModel", "class of a fresh transformer; the stock one serves for comparisons"
+    )
     convert: ConvertConfig | None = setting(None, "[model.convert]: convert a stock transformer first")
     train: Literal["all", "attention", "mixing", "lora"] = setting(
-        "all", "all: every parameter of the transformer. attention: everything inside the self-attention modules "
-               "(attn1). mixing: only the coefficient matrices. lora: adapters on [model.lora] targets, and the "
-               "coefficient matrices in full")
+        "all",
+        "all: every parameter of the transformer. attention: everything inside the self-attention modules "
+        "(attn1). mixing: only the coefficient matrices. lora: adapters on [model.lora] targets, and the "
+        "coefficient matrices in full",
+    )
     lora: LoraConfig = setting(LoraConfig, "[model.lora]")
     train_text_encoder: bool = setting(False, "train the text encoder too; a fresh one must be trained")
-    defaults: dict = setting({}, "[model.defaults]: values that the exported pipeline draws with when a call does not "
-                                 "say otherwise; only what the pipeline class stores")
+    defaults: dict = setting(
+        {},
+        "[model.defaults]: values that the exported pipeline draws with when a call does not "
+        "say otherwise; only what the pipeline class stores",
+    )
 
 
 @dataclass
@@ -91,15 +111,20 @@ class DataConfig:
     kind: Literal["folder", "emoji"] = setting("folder", "folder: own images; emoji: the emoji set")
     path: str = setting("", "the image folder or the emoji tar; required")
     size: int = setting(64, "side of the square, or with buckets the square root of the pixel budget")
-    buckets: bool = setting(False, "folder: resize into aspect-ratio buckets in place of a square centre crop")
-    template: str = setting("a picture of {}", "folder without captions.jsonl: caption of a class folder's images")
+    buckets: bool = setting(
+        False, "folder: resize into aspect-ratio buckets in place of a square centre crop"
+    )
+    template: str = setting(
+        "a picture of {}", "folder without captions.jsonl: caption of a class folder's images"
+    )
     split: str = setting("train", "emoji: which split")
     backgrounds: int = setting(4, "emoji: coloured backgrounds of each sprite, beside white")
     compositions: int = setting(20000, "emoji: composed scenes of 1 to 4 sprites")
     tag_captions: bool = setting(True, "emoji: captions made of the keywords, too")
     caption_dropout: float = setting(0.1, "share of samples that see the empty caption, for guidance")
-    max_sequence_length: int = setting(0, "caption tokens, in training and in the exported pipeline; 0: the base "
-                                              "pipeline's own value")
+    max_sequence_length: int = setting(
+        0, "caption tokens, in training and in the exported pipeline; 0: the base pipeline's own value"
+    )
     cache: str = setting("runs/latents", "folder of encoded data sets; empty: encode anew each run")
     encode_batch: int = setting(64, "images per autoencoder call")
     keep_on: Literal["device", "host"] = setting("device", "where latents and captions stay during training")
@@ -110,14 +135,21 @@ class OptimizerConfig:
     """[optimizer]: AdamW."""
 
     lr: float = setting(1e-4, "learning rate after warm-up")
-    mixing_lr: float = setting(0.01, "learning rate of the coefficient matrices in units of 1/M, the size of their "
-                                     "entries: the rate used is mixing_lr / M. No weight decay")
+    mixing_lr: float = setting(
+        0.01,
+        "learning rate of the coefficient matrices in units of 1/M, the size of their "
+        "entries: the rate used is mixing_lr / M. No weight decay",
+    )
     text_encoder_lr: float | None = setting(None, "learning rate of the text encoder; left out: lr")
-    weight_decay: float = setting(0.0, "for matrices and kernels; never norms, biases, embeddings, tables or gates")
+    weight_decay: float = setting(
+        0.0, "for matrices and kernels; never norms, biases, embeddings, tables or gates"
+    )
     betas: list[float] = setting([0.9, 0.99], "decay of the first and second moment")
     eps: float = setting(1e-8, "added to the root of the second moment")
     warmup: int = setting(100, "steps of linear warm-up, counted from the first step of the run")
-    schedule: Literal["constant", "cosine"] = setting("constant", "after the warm-up; cosine falls to lr_min at run.steps")
+    schedule: Literal["constant", "cosine"] = setting(
+        "constant", "after the warm-up; cosine falls to lr_min at run.steps"
+    )
     lr_min: float = setting(0.0, "cosine: final learning rate as a share of lr")
     max_grad_norm: float = setting(1.0, "clip the gradient's norm; 0: do not clip")
 
@@ -126,7 +158,9 @@ class OptimizerConfig:
 class FlowConfig:
     """[flow]: flow matching, x_t = (1 - sigma) x_0 + sigma noise, target noise - x_0."""
 
-    weighting: Literal["logit_normal", "uniform"] = setting("logit_normal", "density of the time before the shift")
+    weighting: Literal["logit_normal", "uniform"] = setting(
+        "logit_normal", "density of the time before the shift"
+    )
     logit_mean: float = setting(0.0, "logit_normal: mean of the logit")
     logit_std: float = setting(1.0, "logit_normal: standard deviation of the logit")
     shift: float = setting(1.0, "sigma = shift s / (1 + (shift - 1) s); above 1 favours noisy times")
@@ -148,8 +182,11 @@ class CheckpointConfig:
     keep: int = setting(2, "newest checkpoints to keep")
     export_every: int = setting(0, "steps between pipeline exports; 0: only at the end")
     export_dtype: Literal["float32", "bfloat16"] = setting(
-        "float32", "dtype of exported weights; coefficient matrices stay float32")
-    export_continue: bool = setting(False, "also export <out>/continue (raw and EMA weights), for run.init_from")
+        "float32", "dtype of exported weights; coefficient matrices stay float32"
+    )
+    export_continue: bool = setting(
+        False, "also export <out>/continue (raw and EMA weights), for run.init_from"
+    )
 
 
 @dataclass

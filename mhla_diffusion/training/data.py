@@ -52,11 +52,15 @@ def open_source(config: DataConfig, latent_factor: int, seed: int) -> PictureSou
         ValueError: no such path, no pictures, bad captions.jsonl (names the line), size not a multiple of the factor.
     """
     if config.size % latent_factor:
-        raise ValueError(f"recipe: data.size = {config.size} is not a multiple of {latent_factor}, the pixels per token "
-                         f"of this pipeline; write {max(1, round(config.size / latent_factor)) * latent_factor}")
+        raise ValueError(
+            f"recipe: data.size = {config.size} is not a multiple of {latent_factor}, the pixels per token "
+            f"of this pipeline; write {max(1, round(config.size / latent_factor)) * latent_factor}"
+        )
     if not Path(config.path).exists():
-        raise ValueError(f"recipe: data.path = {config.path!r} does not exist; give "
-                         + ("a folder of images" if config.kind == "folder" else "the emoji tar made by train/"))
+        raise ValueError(
+            f"recipe: data.path = {config.path!r} does not exist; give "
+            + ("a folder of images" if config.kind == "folder" else "the emoji tar made by train/")
+        )
     return open_folder(config, latent_factor) if config.kind == "folder" else open_emoji(config, seed)
 
 
@@ -127,11 +131,15 @@ def list_pictures(root: Path, template: str) -> list[tuple[Path, list[str]]]:
                 entry = json.loads(line)
                 file, caption = entry["file"], entry["caption"]
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f'{listing} line {number}: write {{"file": "name.png", "caption": "what it shows"}}, '
-                                 f"not {line.strip()[:80]!r}") from None
+                raise ValueError(
+                    f'{listing} line {number}: write {{"file": "name.png", "caption": "what it shows"}}, '
+                    f"not {line.strip()[:80]!r}"
+                ) from None
             texts = caption if isinstance(caption, list) else [caption]
             if not texts or not all(isinstance(text, str) for text in texts):
-                raise ValueError(f"{listing} line {number}: caption {caption!r} is neither a text nor a list of texts")
+                raise ValueError(
+                    f"{listing} line {number}: caption {caption!r} is neither a text nor a list of texts"
+                )
             if not (root / file).is_file():
                 raise ValueError(f"{listing} line {number}: there is no file {file!r} in {root}")
             pairs.append((root / file, texts))
@@ -141,8 +149,10 @@ def list_pictures(root: Path, template: str) -> list[tuple[Path, list[str]]]:
             files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
             pairs += [(path, [caption]) for path in files]
     if not pairs:
-        raise ValueError(f'{root} holds no pictures with captions; add captions.jsonl with lines {{"file": ..., '
-                         '"caption": ...}, or put the pictures into one folder per class')
+        raise ValueError(
+            f'{root} holds no pictures with captions; add captions.jsonl with lines {{"file": ..., '
+            '"caption": ...}, or put the pictures into one folder per class'
+        )
     return pairs
 
 
@@ -170,9 +180,15 @@ def open_folder(config: DataConfig, latent_factor: int) -> PictureSource:
         digest.update(json.dumps([str(path.relative_to(root)), captions]).encode())
     warn_unreadable(unreadable)
     if not any(members):
-        raise ValueError(f"none of the {len(unreadable)} pictures in {root} can be read, first {unreadable[0]}; "
-                         "convert them to PNG or JPEG")
-    buckets = [_folder_bucket(height, width, group) for (height, width), group in zip(sizes, members) if group]
+        raise ValueError(
+            f"none of the {len(unreadable)} pictures in {root} can be read, first {unreadable[0]}; "
+            "convert them to PNG or JPEG"
+        )
+    buckets = [
+        _folder_bucket(height, width, group)
+        for (height, width), group in zip(sizes, members, strict=True)
+        if group
+    ]
     return PictureSource(lambda: buckets, digest.hexdigest())
 
 

@@ -49,7 +49,9 @@ def export_pipeline(target: Path, parts: Components, ema: EMA, recipe: Recipe) -
     dtype = getattr(torch, recipe.checkpoint.export_dtype)
     with ema.applied():
         transformer = export_copy(parts.transformer, dtype)
-        text_encoder = export_copy(parts.text_encoder, dtype) if recipe.model.train_text_encoder else parts.text_encoder
+        text_encoder = (
+            export_copy(parts.text_encoder, dtype) if recipe.model.train_text_encoder else parts.text_encoder
+        )
     pipeline = parts.pipeline(transformer, text_encoder)
     with quiet():
         write_folder(target, pipeline.save_pretrained)
@@ -96,7 +98,7 @@ def undisturbed(*modules: nn.Module, device: torch.device):
         try:
             yield
         finally:
-            for module, mode in zip(modules, modes):
+            for module, mode in zip(modules, modes, strict=True):
                 module.train(mode)
 
 

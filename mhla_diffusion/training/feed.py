@@ -44,14 +44,19 @@ class Feed:
         """The random choices of global step `step`, for the whole batch over all processes."""
         run, data = self.recipe.run, self.recipe.data
         bucket, index = self.order(step)
-        chance = torch.rand(2, run.batch_size, generator=generator(self.store, run.seed, "caption", step),
-                            device=self.store)
+        chance = torch.rand(
+            2, run.batch_size, generator=generator(self.store, run.seed, "caption", step), device=self.store
+        )
         variant = (chance[0] * self.count[bucket][index]).long()
         caption = self.choice[bucket][index, variant]
         caption = torch.where(chance[1] < data.caption_dropout, 0, caption)
         sigma = draw_sigma(run.batch_size, self.recipe.flow, generator(self.device, run.seed, "sigma", step))
-        noise = torch.randn(run.batch_size, *self.latents[bucket].shape[1:], device=self.device,
-                            generator=generator(self.device, run.seed, "noise", step))
+        noise = torch.randn(
+            run.batch_size,
+            *self.latents[bucket].shape[1:],
+            device=self.device,
+            generator=generator(self.device, run.seed, "noise", step),
+        )
         return Draw(bucket, index, caption, sigma, noise)
 
     def rows(self, draw: Draw, rows: slice) -> tuple[torch.Tensor, ...]:

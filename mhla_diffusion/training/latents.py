@@ -71,7 +71,9 @@ def load_or_encode(
     source: PictureSource, parts: Components, config: DataConfig, device: torch.device
 ) -> LatentSet:
     """The encoded data set, from the cache when the autoencoder, the data and the settings are the same."""
-    key = hashlib.sha256(f"{_FORMAT}:{_vae_digest(parts.base / 'vae')}:{source.fingerprint}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(
+        f"{_FORMAT}:{_vae_digest(parts.base / 'vae')}:{source.fingerprint}".encode()
+    ).hexdigest()[:32]
     folder = Path(config.cache) / key if config.cache else None
     if folder is not None and folder.is_dir():
         try:
@@ -87,8 +89,10 @@ def load_or_encode(
         parts.vae.to("cpu")  # the loop needs the memory; sampling fetches it back
 
     def fill(temporary: Path) -> None:
-        save_file({str(i): bucket.contiguous() for i, bucket in enumerate(encoded.latents)},
-                  temporary / "latents.safetensors")
+        save_file(
+            {str(i): bucket.contiguous() for i, bucket in enumerate(encoded.latents)},
+            temporary / "latents.safetensors",
+        )
         (temporary / "captions.json").write_text(json.dumps(encoded.captions), encoding="utf-8")
 
     if folder is not None:

@@ -18,33 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.state import AcceleratorState
 from tqdm import tqdm
 
 from mhla_diffusion.mixing import clip_mixings
 
-from .checkpoint import (
-    find_checkpoint,
-    list_checkpoints,
-    load_optimizer_tensors,
-    optimizer_tensors,
-    prune,
-    read_checkpoint,
-    write_checkpoint,
-)
-from .components import build_components, read_weights
+from .checkpoint import list_checkpoints, optimizer_tensors, prune, write_checkpoint
 from .config import Recipe
-from .data import open_source
-from .ema import EMA
 from .export import draw_grid, export_continue, export_pipeline
-from .feed import Feed
-from .latents import caption_table, load_or_encode
-from .losses import FlowLoss
-from .parameters import build_optimizer, schedule_factor, trainable
+from .parameters import schedule_factor
 from .provenance import environment, process_started
 from .randomness import derived_seed
-from .recipe import differing_keys, load_recipe
+from .recipe import load_recipe
+from .session import Session
 
 
 class NonFiniteLoss(ValueError):
@@ -94,125 +79,11 @@ def train(recipe: Recipe, resume: str | Path | None = None) -> Result:
         torch.compiler.reset()  # else a few runs in one process reach the limit of compiled variants
 
 
-def _accelerator(recipe: Recipe) -> Accelerator:
-    run = recipe.run
-    if run.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError('recipe: run.device = "cuda", but there is no CUDA device; write "auto" or "cpu"')
-    AcceleratorState._reset_state()  # or a second run in this process could not choose its precision
-    accelerator = Accelerator(
-        mixed_precision=run.mixed_precision,
-        cpu=run.device == "cpu" or not torch.cuda.is_available(),
-        log_with=run.tracker if run.tracker != "none" else None,
-        project_dir=run.out,
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
-    )
-    parts = accelerator.num_processes * run.gradient_accumulation
-    if run.batch_size % parts:
-        raise ValueError(f"recipe: run.batch_size = {run.batch_size} does not divide over {accelerator.num_processes} "
-                         f"processes x {run.gradient_accumulation} micro-batches; write a multiple of {parts}")
-    return accelerator
-
-
-def compile_model(model: torch.nn.Module, scope: str) -> None:
-    """Compiles in place, so that parameter names stay: the whole model, or each of its repeated layers."""
-    layers = getattr(model, "transformer_blocks", None) or getattr(model, "layers", None)
-    for part in layers if scope == "layers" and layers else [model]:
-        part.compile()
-
-
-class _Training:
-    """One run: `__init__` builds everything, `fit` is the loop."""
-
-    def __init__(self, recipe: Recipe, resume: str | Path | None):
-        self.recipe, run = recipe, recipe.run
-        self.out = Path(run.out)
-        self.checkpoints = self.out / "checkpoints"
-        found = find_checkpoint(self.checkpoints, resume)
-        existing = list_checkpoints(self.checkpoints)
-        if found is None and existing and str(resume) != "auto":
-            raise ValueError(f"{self.out} already holds a run up to {existing[-1].name}; continue it with --resume auto, "
-                             "or choose another run.out")
-        saved = read_checkpoint(found) if found else None
-        if saved:
-            keys = differing_keys(recipe, saved[1]["recipe"])
-            if keys:
-                raise ValueError(f"{found} belongs to another recipe, which differs in {', '.join(keys)}; undo that, or "
-                                 "start anew with another run.out")
-        self.accelerator = _accelerator(recipe)
-        self.device = self.accelerator.device
-        self.main = self.accelerator.is_main_process
-        with contextlib.suppress(FileExistsError):
-            try:
-                self.checkpoints.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(f"cannot write to {self.out} ({error.strerror}); choose another run.out") from None
-
-        self.parts = build_components(recipe)
-        self._build_data()
-        self._build_model()
-        self.first_step = self._first_step()
-        self.start = self.first_step
-        if saved:
-            self._restore(*saved)
-
-    def _build_data(self) -> None:
-        recipe, parts = self.recipe, self.parts
-        with self.accelerator.main_process_first():  # the others then find the cache filled
-            source = open_source(recipe.data, parts.latent_factor, recipe.run.seed)
-            encoded = load_or_encode(source, parts, recipe.data, self.device)
-        self.fingerprint = source.fingerprint
-        length = recipe.data.max_sequence_length or parts.max_sequence_length
-        table = caption_table(encoded, parts, recipe.model.train_text_encoder, length, self.device)
-        self.feed = Feed(encoded, table, recipe, self.device)
-
-    def _build_model(self) -> None:
-        recipe, parts = self.recipe, self.parts
-        trainable(parts.transformer, recipe.model.train)
-        parts.text_encoder.requires_grad_(recipe.model.train_text_encoder)
-        self.module = FlowLoss(parts.transformer, parts.text_encoder if recipe.model.train_text_encoder else None)
-        self.module.to(self.device).train()
-        if recipe.run.gradient_checkpointing:
-            parts.transformer.enable_gradient_checkpointing()
-        if recipe.run.compile:
-            for model in self.module.children():
-                compile_model(model, recipe.run.compile_scope)
-        self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self.optimizer = build_optimizer(self.parameters, recipe.optimizer)
-        self.ema = EMA(self.parameters, recipe.ema)
-        self._take_ema()
-        self.model = self.accelerator.prepare(self.module)
-
-    def _take_ema(self) -> None:
-        """Averages of the run that `init_from` continues, where it has them."""
-        folder = Path(self.recipe.run.init_from or ".") / "ema"
-        if not self.recipe.run.init_from or not folder.is_dir() or self.recipe.model.train == "lora":
-            return
-        for part in (path for path in sorted(folder.iterdir()) if path.is_dir()):
-            for name, value in read_weights(part).items():
-                if f"{part.name}.{name}" in self.ema.average:
-                    self.ema.average[f"{part.name}.{name}"].copy_(value)
-
-    def _first_step(self) -> int:
-        if self.recipe.run.first_step >= 0:
-            return self.recipe.run.first_step
-        note = Path(self.recipe.run.init_from or ".") / "continue.json"
-        return json.loads(note.read_text())["step"] if self.recipe.run.init_from and note.is_file() else 0
-
-    def _restore(self, tensors: dict, state: dict) -> None:
-        if state["data"] != self.fingerprint:
-            raise ValueError(f"the checkpoint at step {state['step']} was made with other pictures or captions than "
-                             f"{self.recipe.data.path} holds now; restore them, or start anew with another run.out")
-        with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(tensors["weights"][name])
-                self.ema.average[name].copy_(tensors["ema"][name])
-        load_optimizer_tensors(self.optimizer, self.parameters, tensors["optimizer"])
-        self.start, self.first_step = state["step"], state["first_step"]
-
-    # ---- the loop ---------------------------------------------------------------------------------------------------
+class _Training(Session):
+    """`fit` is the loop; `Session` has built everything it uses."""
 
     def fit(self) -> Result:
-        recipe, run = self.recipe, self.recipe.run
+        run = self.recipe.run
         if self.main:
             self._prepare_folder()
         if run.tracker != "none":
@@ -220,8 +91,15 @@ class _Training:
         self._reset_window()
         self.bad_step = torch.full((), -1.0, dtype=torch.float64, device=self.device)
         self.loss, self.speeds = float("nan"), []
-        bar = tqdm(total=run.steps, initial=self.start, unit="step", disable=not self.main, dynamic_ncols=True,
-                   mininterval=0.2 if sys.stderr.isatty() else 15, desc=run.name)
+        bar = tqdm(
+            total=run.steps,
+            initial=self.start,
+            unit="step",
+            disable=not self.main,
+            dynamic_ncols=True,
+            mininterval=0.2 if sys.stderr.isatty() else 15,
+            desc=run.name,
+        )
         step, out_of_time = self.start, False
         while step < run.steps and not out_of_time:
             self._step(step)
@@ -238,12 +116,18 @@ class _Training:
         self.accelerator.end_training()
         if self.main:
             print(f"{step} of {run.steps} steps done; pipeline: {self.out / 'pipeline'}")
-        speed = sum(self.speeds[1:]) / len(self.speeds[1:]) if self.speeds[1:] else (self.speeds or [float("nan")])[0]
+        speed = (
+            sum(self.speeds[1:]) / len(self.speeds[1:])
+            if self.speeds[1:]
+            else (self.speeds or [float("nan")])[0]
+        )
         return Result(self.out, step, step == run.steps, self.loss, speed)
 
     def _step(self, step: int) -> None:
         recipe = self.recipe
-        torch.manual_seed(derived_seed(recipe.run.seed, "layers", step, self.accelerator.process_index))  # dropout
+        torch.manual_seed(
+            derived_seed(recipe.run.seed, "layers", step, self.accelerator.process_index)
+        )  # dropout
         draw = self.feed.draw(step)
         micro_batches, world = recipe.run.gradient_accumulation, self.accelerator.num_processes
         size = recipe.run.batch_size // (micro_batches * world)
@@ -278,8 +162,15 @@ class _Training:
     def _due(self, step: int) -> bool:
         """Whether anything happens after this step that needs the loss on the host."""
         recipe = self.recipe
-        return any(every and step % every == 0 for every in (
-            recipe.run.log_every, recipe.checkpoint.every, recipe.checkpoint.export_every, recipe.sample.every))
+        return any(
+            every and step % every == 0
+            for every in (
+                recipe.run.log_every,
+                recipe.checkpoint.every,
+                recipe.checkpoint.export_every,
+                recipe.sample.every,
+            )
+        )
 
     def _out_of_time(self, step: int) -> bool:
         limit = self.recipe.run.max_minutes
@@ -315,8 +206,9 @@ class _Training:
             "step": step,
             "loss": self.loss,
             "grad_norm": rows[0][1] / self.window_steps,
-            "lr": max(g["lr"] for g in self.optimizer.param_groups if g["kind"] == "weights") if any(
-                g["kind"] == "weights" for g in self.optimizer.param_groups) else 0.0,
+            "lr": max(g["lr"] for g in self.optimizer.param_groups if g["kind"] == "weights")
+            if any(g["kind"] == "weights" for g in self.optimizer.param_groups)
+            else 0.0,
             "images_per_second": speed,
             "mixing_on_bound": None if share != share else share,
             "minutes": (time.time() - process_started()) / 60,
@@ -327,8 +219,10 @@ class _Training:
                 file.write(json.dumps(entry) + "\n")
             if share > 0.5 and not getattr(self, "warned", False):
                 self.warned = True
-                bar.write(f"step {step}: {share:.0%} of the mixing coefficients sit on 0 or 1, so the matrices have lost "
-                          "their locality; lower optimizer.mixing_lr")
+                bar.write(
+                    f"step {step}: {share:.0%} of the mixing coefficients sit on 0 or 1, so the matrices have lost "
+                    "their locality; lower optimizer.mixing_lr"
+                )
         self.accelerator.log({k: v for k, v in entry.items() if v is not None and k != "step"}, step=step)
         self._reset_window()
 
@@ -337,7 +231,9 @@ class _Training:
         advice = "lower optimizer.lr"
         if self.recipe.run.mixed_precision != "no":
             advice += ' or write run.mixed_precision = "no"'
-        where = f"the last checkpoint, {kept[-1]}, is untouched" if kept else "no checkpoint had been written yet"
+        where = (
+            f"the last checkpoint, {kept[-1]}, is untouched" if kept else "no checkpoint had been written yet"
+        )
         return f"the loss or its gradient is not finite at step {step} of {self.recipe.run.steps}; {where}; {advice}"
 
     def _write(self, step: int, last: bool) -> None:
@@ -350,7 +246,9 @@ class _Training:
             if last or due(recipe.checkpoint.every):
                 self._checkpoint(step)
             if due(recipe.sample.every) or (last and recipe.sample.every):
-                draw_grid(self.out / "samples" / f"step-{step:08d}.png", self.parts, self.ema, recipe, self.device)
+                draw_grid(
+                    self.out / "samples" / f"step-{step:08d}.png", self.parts, self.ema, recipe, self.device
+                )
         if last or due(recipe.checkpoint.export_every):
             self._export(step)
         self.accelerator.wait_for_everyone()
@@ -363,7 +261,11 @@ class _Training:
             "ema": self.ema.average,
             "optimizer": optimizer_tensors(self.optimizer, names),
         }
-        state = {"recipe": dataclasses.asdict(self.recipe), "data": self.fingerprint, "first_step": self.first_step}
+        state = {
+            "recipe": dataclasses.asdict(self.recipe),
+            "data": self.fingerprint,
+            "first_step": self.first_step,
+        }
         write_checkpoint(self.checkpoints, step, tensors, state)
         prune(self.checkpoints, self.recipe.checkpoint.keep)
 
@@ -380,7 +282,9 @@ class _Training:
             shutil.rmtree(stale)
         metrics = self.out / "metrics.jsonl"
         if metrics.is_file():
-            lines = [line for line in metrics.read_text().splitlines() if json.loads(line)["step"] <= self.start]
+            lines = [
+                line for line in metrics.read_text().splitlines() if json.loads(line)["step"] <= self.start
+            ]
             temporary = metrics.with_suffix(".tmp")
             temporary.write_text("".join(line + "\n" for line in lines))
             os.replace(temporary, metrics)

@@ -37,7 +37,12 @@ class FlowLoss(nn.Module):
         self.time_scale = 1000.0 * getattr(transformer.config, "timestep_scale", 1.0)
 
     def forward(
-        self, latents: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor, caption: torch.Tensor, mask: torch.Tensor
+        self,
+        latents: torch.Tensor,
+        noise: torch.Tensor,
+        sigma: torch.Tensor,
+        caption: torch.Tensor,
+        mask: torch.Tensor,
     ) -> torch.Tensor:
         """Mean squared error of each sample.
 

@@ -43,7 +43,9 @@ def trainable(transformer: nn.Module, which: str) -> list[str]:
         if parameter.requires_grad:
             chosen.append(name)
     if not chosen:
-        raise ValueError(f"trainable set {which!r} is empty in {type(transformer).__name__}: it has no such parameter")
+        raise ValueError(
+            f"trainable set {which!r} is empty in {type(transformer).__name__}: it has no such parameter"
+        )
     return chosen
 
 
@@ -81,7 +83,7 @@ def build_optimizer(parameters: dict[str, nn.Parameter], config: OptimizerConfig
 
 
 def schedule_factor(config: OptimizerConfig, step: int, first_step: int, last_step: int) -> float:
-    """Share of the learning rate at `step`: linear warm-up from `first_step`, then constant or cosine to `last_step`."""
+    """Share of the rate at `step`: linear warm-up from `first_step`, then constant or cosine to `last_step`."""
     factor = 1.0
     if config.schedule == "cosine":
         progress = min(1.0, step / max(1, last_step))

@@ -47,7 +47,9 @@ def epoch_batches(
             continue
         order = torch.randperm(size, generator=generator("cpu", seed, "order", epoch, bucket))
         count = -(-size // batch_size)
-        rows.append(order.repeat(-(-count * batch_size // size))[: count * batch_size].view(count, batch_size))
+        rows.append(
+            order.repeat(-(-count * batch_size // size))[: count * batch_size].view(count, batch_size)
+        )
         buckets += [bucket] * count
     shuffle = torch.randperm(len(buckets), generator=generator("cpu", seed, "batches", epoch))
     return [buckets[i] for i in shuffle.tolist()], torch.cat(rows)[shuffle]

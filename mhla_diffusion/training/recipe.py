@@ -14,9 +14,9 @@ from .config import Recipe
 
 # Settings that may change between a checkpoint and its continuation without changing what is computed.
 NEUTRAL = (
-    "run.name", "run.out", "run.device", "run.log_every", "run.tracker", "run.max_minutes", "run.compile", "run.compile_scope",
-    "run.gradient_checkpointing", "run.init_from", "run.first_step", "data.cache", "data.encode_batch",
-    "data.keep_on", "model.defaults", "checkpoint", "sample",
+    "run.name", "run.out", "run.device", "run.log_every", "run.tracker", "run.max_minutes", "run.compile",
+    "run.compile_scope", "run.gradient_checkpointing", "run.init_from", "run.first_step", "data.cache",
+    "data.encode_batch", "data.keep_on", "model.defaults", "checkpoint", "sample",
 )  # fmt: skip
 
 
@@ -52,8 +52,10 @@ def _typed(value, hint, where: str):
     if origin is typing.Literal:
         if value not in args or isinstance(value, bool):
             if where == "run.mixed_precision" and value in ("fp16", "float16"):
-                raise ValueError('recipe: run.mixed_precision = "fp16" overflows in linear attention and ends in NaN; '
-                                 'write "bf16" (same speed, float32 range) or "no"')
+                raise ValueError(
+                    'recipe: run.mixed_precision = "fp16" overflows in linear attention and ends in NaN; '
+                    'write "bf16" (same speed, float32 range) or "no"'
+                )
             raise wrong
         return value
     if origin is list:
@@ -117,7 +119,9 @@ def read_table(path: str | Path, cls: type, overrides: typing.Iterable[str] = ()
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"no recipe at {path}: give the path of a .toml file, such as train/recipes/<name>.toml")
+        raise ValueError(
+            f"no recipe at {path}: give the path of a .toml file, such as train/recipes/<name>.toml"
+        )
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -150,7 +154,12 @@ def _check_ranges(recipe: Recipe) -> None:
         if not condition:
             raise ValueError(f"recipe: {name} = {value!r}; allowed: {allowed}")
 
-    need(run.name != "" and "/" not in run.name, "run.name", run.name, "a name without slashes, such as \"my-run\"")
+    need(
+        run.name != "" and "/" not in run.name,
+        "run.name",
+        run.name,
+        'a name without slashes, such as "my-run"',
+    )
     for name in ("steps", "batch_size", "gradient_accumulation", "log_every"):
         need(getattr(run, name) >= 1, f"run.{name}", getattr(run, name), "1 or more")
     need(run.seed >= 0, "run.seed", run.seed, "0 or more")
@@ -164,8 +173,12 @@ def _check_ranges(recipe: Recipe) -> None:
     need(optimizer.lr > 0, "optimizer.lr", optimizer.lr, "above 0")
     need(optimizer.mixing_lr >= 0, "optimizer.mixing_lr", optimizer.mixing_lr, "0 or more")
     need(optimizer.weight_decay >= 0, "optimizer.weight_decay", optimizer.weight_decay, "0 or more")
-    need(len(optimizer.betas) == 2 and all(0 <= b < 1 for b in optimizer.betas), "optimizer.betas", optimizer.betas,
-         "two numbers in [0, 1), such as [0.9, 0.99]")
+    need(
+        len(optimizer.betas) == 2 and all(0 <= b < 1 for b in optimizer.betas),
+        "optimizer.betas",
+        optimizer.betas,
+        "two numbers in [0, 1), such as [0.9, 0.99]",
+    )
     need(optimizer.max_grad_norm >= 0, "optimizer.max_grad_norm", optimizer.max_grad_norm, "0 (off) or more")
     need(optimizer.warmup >= 0, "optimizer.warmup", optimizer.warmup, "0 or more steps")
     need(recipe.flow.logit_std > 0, "flow.logit_std", recipe.flow.logit_std, "above 0")
@@ -175,14 +188,20 @@ def _check_ranges(recipe: Recipe) -> None:
     if recipe.sample.every > 0:
         need(len(recipe.sample.prompts) > 0, "sample.prompts", recipe.sample.prompts, "at least one prompt")
     if model.transformer is not None and model.convert is not None:
-        raise ValueError("recipe: [model.transformer] builds a fresh transformer, so there is nothing for "
-                         "[model.convert] to convert; keep one of them")
+        raise ValueError(
+            "recipe: [model.transformer] builds a fresh transformer, so there is nothing for "
+            "[model.convert] to convert; keep one of them"
+        )
     if model.text_encoder is not None and not model.train_text_encoder and not run.init_from:
-        raise ValueError("recipe: a fresh [model.text_encoder] that is not trained says nothing; "
-                         "write model.train_text_encoder = true")
+        raise ValueError(
+            "recipe: a fresh [model.text_encoder] that is not trained says nothing; "
+            "write model.train_text_encoder = true"
+        )
     if run.batch_size % run.gradient_accumulation:
-        raise ValueError(f"recipe: run.batch_size = {run.batch_size} does not divide into "
-                         f"run.gradient_accumulation = {run.gradient_accumulation} micro-batches")
+        raise ValueError(
+            f"recipe: run.batch_size = {run.batch_size} does not divide into "
+            f"run.gradient_accumulation = {run.gradient_accumulation} micro-batches"
+        )
 
 
 def flat(recipe: Recipe | dict) -> dict:
@@ -206,7 +225,9 @@ def differing_keys(recipe: Recipe, other: dict) -> list[str]:
     neutral = NEUTRAL
     if recipe.optimizer.schedule == "constant":
         neutral += ("run.steps", "optimizer.lr_min")
-    names = [n for n in sorted(ours.keys() | theirs.keys()) if ours.get(n, "absent") != theirs.get(n, "absent")]
+    names = [
+        n for n in sorted(ours.keys() | theirs.keys()) if ours.get(n, "absent") != theirs.get(n, "absent")
+    ]
     return [n for n in names if not any(n == key or n.startswith(key + ".") for key in neutral)]
 
 

@@ -32,7 +32,11 @@ def write_report(source: Path, target: Path, order: list[str], stem: str = "twin
 def _flat(settings: dict, prefix: str = "") -> dict:
     pairs = {}
     for key, value in settings.items():
-        pairs |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        pairs |= (
+            _flat(value, f"{prefix}{key}.")
+            if isinstance(value, dict) and value
+            else {f"{prefix}{key}": value}
+        )
     return pairs
 
 
@@ -41,7 +45,7 @@ def _separate(results: list[dict]) -> tuple[dict, list[dict]]:
     flat = [_flat(r["settings"]) for r in results]
     common = {k: v for k, v in flat[0].items() if all(k in f and f[k] == v for f in flat)}
     runs = []
-    for result, settings in zip(results, flat):
+    for result, settings in zip(results, flat, strict=True):
         own = {k: v for k, v in settings.items() if k not in common}
         runs.append({**{k: v for k, v in result.items() if k != "settings"}, "own_settings": own})
     return common, runs
@@ -70,7 +74,9 @@ def _table(results: list[dict], common: dict) -> str:
             + " | ".join(f"{loss[split]['mean']:.5f}" for split in ("train", "heldout", "val"))
             + f" | {result['images_per_second']:,.0f} | {result['wall_minutes']:.1f} |"
         )
-    pictures = ", ".join(f"{split} {first['flow_loss'][split]['pictures']}" for split in ("train", "heldout", "val"))
+    pictures = ", ".join(
+        f"{split} {first['flow_loss'][split]['pictures']}" for split in ("train", "heldout", "val")
+    )
     lines += ["", f"Pictures: {pictures}. Prompts of the sheet: " + "; ".join(first["prompts"]) + "."]
     return "\n".join(lines)
 

@@ -48,7 +48,9 @@ def flow_losses(
             entries = captions.choice[bucket][:, 0]
             for start in range(0, len(latents), batch_size):
                 clean = latents[start : start + batch_size]
-                noise = torch.stack([fixed_noise(first + start + i, clean.shape[1:], seed) for i in range(len(clean))])
+                noise = torch.stack(
+                    [fixed_noise(first + start + i, clean.shape[1:], seed) for i in range(len(clean))]
+                )
                 entry = entries[start : start + batch_size]
                 clean, noise = clean.to(device), noise.to(device)
                 values, mask = captions.values[entry].to(device), captions.mask[entry].to(device)
@@ -57,4 +59,10 @@ def flow_losses(
                     totals[level] += module(clean, noise, times, values, mask).double().sum()
             first += len(latents)
     losses = (totals / first).tolist()
-    return {"sigma": sigmas, "loss": losses, "mean": sum(losses) / levels, "pictures": first, "noise_seed": seed}
+    return {
+        "sigma": sigmas,
+        "loss": losses,
+        "mean": sum(losses) / levels,
+        "pictures": first,
+        "noise_seed": seed,
+    }

@@ -129,7 +129,9 @@ def recipe_file(tmp_path, base, pictures):
     """Writes the toy recipe; `recipe_file("name")` gives one whose run lands in tmp_path/name."""
 
     def write(name="toy", data=None):
-        text = RECIPE.format(out=tmp_path / name, base=base, pictures=data or pictures, cache=tmp_path / "cache")
+        text = RECIPE.format(
+            out=tmp_path / name, base=base, pictures=data or pictures, cache=tmp_path / "cache"
+        )
         path = tmp_path / f"{name}.toml"
         path.write_text(text)
         return path

@@ -19,7 +19,10 @@ from mhla_diffusion.training.checkpoint import (
 
 
 def tensors(value):
-    return {name: {"a": torch.full((3,), value), "b": torch.zeros(2, 2)} for name in ("weights", "ema", "optimizer")}
+    return {
+        name: {"a": torch.full((3,), value), "b": torch.zeros(2, 2)}
+        for name in ("weights", "ema", "optimizer")
+    }
 
 
 def test_reads_what_it_wrote(tmp_path):
@@ -27,7 +30,11 @@ def test_reads_what_it_wrote(tmp_path):
     assert path.name == "step-00000012" and fault(path) is None
     read, state = read_checkpoint(path)
     assert state == {"note": "x", "step": 12}
-    assert torch.equal(read["ema"]["a"], torch.full((3,), 1.5)) and set(read) == {"weights", "ema", "optimizer"}
+    assert torch.equal(read["ema"]["a"], torch.full((3,), 1.5)) and set(read) == {
+        "weights",
+        "ema",
+        "optimizer",
+    }
 
 
 @pytest.mark.parametrize("resume", [None, "none", "auto"])
@@ -118,9 +125,13 @@ def test_kill_at_every_point_of_a_write_loses_nothing(tmp_path):
     """SIGKILL before each file, each rename and each removal: one whole checkpoint is always found."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    points = range(1, 10)  # 3 safetensors, state, manifest, rename, then prune: rename, remove; the last is past the end
+    points = range(
+        1, 10
+    )  # 3 safetensors, state, manifest, rename, then prune: rename, remove; the last is past the end
     running = [
-        subprocess.Popen([sys.executable, str(script), str(tmp_path / str(point)), str(point)], env=os.environ)
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / str(point)), str(point)], env=os.environ
+        )
         for point in points
     ]
     codes = [process.wait(timeout=120) for process in running]
@@ -130,5 +141,7 @@ def test_kill_at_every_point_of_a_write_loses_nothing(tmp_path):
         folder = tmp_path / str(point)
         path = find_checkpoint(folder, "auto")
         found.append(json.loads((path / "state.json").read_text())["step"])
-        assert all(fault(p) is None for p in list_checkpoints(folder)), "a half-written one has a checkpoint's name"
+        assert all(fault(p) is None for p in list_checkpoints(folder)), (
+            "a half-written one has a checkpoint's name"
+        )
     assert found == [3] * 6 + [6] * 3

@@ -30,7 +30,9 @@ def folder(path, **settings):
 
 def jsonl(path, *entries):
     path.mkdir(exist_ok=True)
-    (path / "captions.jsonl").write_text("\n".join(e if isinstance(e, str) else json.dumps(e) for e in entries))
+    (path / "captions.jsonl").write_text(
+        "\n".join(e if isinstance(e, str) else json.dumps(e) for e in entries)
+    )
     return path
 
 
@@ -46,7 +48,10 @@ def classes(tmp_path, write_picture):
 
 def test_class_folders_give_captions(classes):
     pairs = list_pictures(classes, "a photo of a {}")
-    assert [(p.name, c) for p, c in pairs[2:4]] == [("2.png", ["a photo of a black cat"]), ("0.png", ["a photo of a dog house"])]
+    assert [(p.name, c) for p, c in pairs[2:4]] == [
+        ("2.png", ["a photo of a black cat"]),
+        ("0.png", ["a photo of a dog house"]),
+    ]
     (bucket,) = open_source(folder(classes), 4, 0).open()
     pixels, kept = bucket.read([0, 4])
     assert pixels.shape == (2, 3, 32, 32) and pixels.dtype == torch.uint8 and kept == [0, 4]
@@ -96,7 +101,9 @@ def test_unreadable_pictures_are_named_and_left_out(tmp_path, base, recipe_file,
     (root / "text.png").write_text("no picture")
     write_picture(root / "short.jpg", (10, 200, 30), size=(200, 200))
     data = (root / "short.jpg").read_bytes()
-    (root / "short.jpg").write_bytes(data[: len(data) // 2])  # its header is fine: found out when it is decoded
+    (root / "short.jpg").write_bytes(
+        data[: len(data) // 2]
+    )  # its header is fine: found out when it is decoded
     recipe = load_recipe(recipe_file(data=root))
     parts = build_components(recipe)
     with pytest.warns(UserWarning, match="1 unreadable pictures are left out: .*text.png"):
@@ -139,7 +146,9 @@ def test_buckets_follow_the_aspect_ratio(tmp_path, write_picture):
 
 
 def test_training_on_buckets(recipe_file, tmp_path, write_picture):
-    root = jsonl(tmp_path / "x", *[{"file": f"{i}.png", "caption": ["a", "b"][: 1 + i % 2]} for i in range(6)])
+    root = jsonl(
+        tmp_path / "x", *[{"file": f"{i}.png", "caption": ["a", "b"][: 1 + i % 2]} for i in range(6)]
+    )
     for i in range(6):
         write_picture(root / f"{i}.png", (30 * i, 9, 9), size=[(32, 32), (64, 32), (32, 64)][i % 3], seed=i)
     result = run(recipe_file(data=root), ["data.buckets=true"])
@@ -158,7 +167,9 @@ def test_cache_is_used_as_long_as_nothing_changed(recipe_file, pictures, tmp_pat
 
     first, again = load(), load()
     assert len(encoded) == 1 and first.captions == again.captions
-    assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(first.latents, again.latents))
+    assert all(
+        torch.equal(a, b) and a.is_contiguous() for a, b in zip(first.latents, again.latents, strict=True)
+    )
     assert first.latents[0].shape == (10, 4, 8, 8) and first.latents[0].dtype == torch.float32
 
     cache = tmp_path / "cache"
@@ -177,7 +188,10 @@ def test_cache_is_used_as_long_as_nothing_changed(recipe_file, pictures, tmp_pat
 
 
 def test_batches_are_a_function_of_the_step(recipe_file, tmp_path, write_picture):
-    root = jsonl(tmp_path / "x", *[{"file": f"{i}.png", "caption": ["one", "two", "three"][: 1 + i % 3]} for i in range(6)])
+    root = jsonl(
+        tmp_path / "x",
+        *[{"file": f"{i}.png", "caption": ["one", "two", "three"][: 1 + i % 3]} for i in range(6)],
+    )
     for i in range(6):
         write_picture(root / f"{i}.png", (30 * i, 9, 9), seed=i)
     recipe = load_recipe(recipe_file(data=root), ["data.caption_dropout=0.3", "run.batch_size=6"])
@@ -193,10 +207,10 @@ def test_batches_are_a_function_of_the_step(recipe_file, tmp_path, write_picture
             assert torch.equal(getattr(again, name), getattr(draws[step], name))
     for draw in draws:
         parts_of = [feed.rows(draw, slice(0, 3)), feed.rows(draw, slice(3, 6))]
-        for whole, *halves in zip(feed.rows(draw, slice(0, 6)), *parts_of):
+        for whole, *halves in zip(feed.rows(draw, slice(0, 6)), *parts_of, strict=True):
             assert torch.equal(whole, torch.cat(halves))
         allowed = [set(table.choice[0][i].tolist()) | {0} for i in draw.index]
-        assert all(int(c) in a for c, a in zip(draw.caption, allowed))
+        assert all(int(c) in a for c, a in zip(draw.caption, allowed, strict=True))
     dropped = torch.cat([d.caption == 0 for d in draws]).float().mean()
     assert 0.2 < dropped < 0.4
     chosen = torch.cat([d.caption[d.index % 3 == 2] for d in draws])

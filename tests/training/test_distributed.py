@@ -17,7 +17,16 @@ PROGRAM = Path(__file__).resolve().parents[2] / "train" / "train.py"
 
 def launch(recipe, *overrides, processes=2):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(processes)]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--main_process_port", "0", str(PROGRAM), str(recipe)]
+    command += [
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--main_process_port",
+        "0",
+        str(PROGRAM),
+        str(recipe),
+    ]
     for override in overrides:
         command += ["--set", override]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parents[1])}
@@ -25,7 +34,7 @@ def launch(recipe, *overrides, processes=2):
 
 
 def test_two_processes_equal_one(recipe_file, tmp_path):
-    # Adam divides by the gradient's size, which turns rounding of near-zero gradients into whole steps; not with this eps.
+    # Adam divides by the gradient's size: rounding of a near-zero gradient becomes a whole step, but for this eps.
     eps = "optimizer.eps=0.01"
     done = launch(recipe_file("pair"), eps)
     assert done.returncode == 0, done.stderr[-3000:]

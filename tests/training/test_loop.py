@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mhla_diffusion
 from mhla_diffusion.mixing import BlockMixing
-from mhla_diffusion.training import loop, run
+from mhla_diffusion.training import loop, run, session
+from mhla_diffusion.training.ema import EMA
 from mhla_diffusion.training.loop import NonFiniteLoss
 from mhla_diffusion.training.randomness import DataOrder
 from mhla_diffusion.training.recipe import load_recipe
@@ -68,7 +69,9 @@ def test_stops_cleanly_when_time_is_up_and_goes_on(recipe_file):
 def test_another_recipe_is_refused_and_a_full_folder_protected(recipe_file):
     path = recipe_file()
     run(path)
-    with pytest.raises(ValueError, match="already holds a run up to step-00000006; continue it with --resume auto"):
+    with pytest.raises(
+        ValueError, match="already holds a run up to step-00000006; continue it with --resume auto"
+    ):
         run(path)
     with pytest.raises(ValueError, match="another recipe, which differs in flow.shift, optimizer.lr;"):
         run(path, ["optimizer.lr=1.0", "flow.shift=2.0"], resume="auto")
@@ -101,22 +104,26 @@ def test_a_non_finite_loss_stops_the_run_with_its_step(recipe_file, tmp_path, mo
     order = DataOrder([10], 2, recipe.run.seed, "cpu")
     poisoned = int(order(4)[1][0])  # seen at the fifth step, or before
     first = next(step for step in range(20) if poisoned in order(step)[1].tolist()) + 1
-    encode = loop.load_or_encode
+    encode = session.load_or_encode
 
     def poison(*args):
         encoded = encode(*args)
         encoded.latents[0][poisoned, 0, 0, 0] = float("nan")
         return encoded
 
-    monkeypatch.setattr(loop, "load_or_encode", poison)
-    with pytest.raises(NonFiniteLoss, match=f"not finite at step {first} of 20; .*lower optimizer.lr") as caught:
+    monkeypatch.setattr(session, "load_or_encode", poison)
+    with pytest.raises(
+        NonFiniteLoss, match=f"not finite at step {first} of 20; .*lower optimizer.lr"
+    ) as caught:
         run(path, changes)
     assert "\n" not in str(caught.value)
     out = tmp_path / "toy"
     last = (first - 1) // 2 * 2
     if last:
         assert f"step-{last:08d}, is untouched" in str(caught.value)
-        assert all(torch.isfinite(v).all() for tensors in state_of(out, last).values() for v in tensors.values())
+        assert all(
+            torch.isfinite(v).all() for tensors in state_of(out, last).values() for v in tensors.values()
+        )
     assert not (out / "pipeline").exists()
     before = contents(out)
     with pytest.raises(NonFiniteLoss):
@@ -144,13 +151,21 @@ def test_a_bad_step_never_reaches_the_weights(recipe_file):
     assert job.bad_step.item() == 2  # the second step, counted from 1
     for name, parameter in job.parameters.items():
         assert torch.equal(parameter, kept[name])
-        assert torch.isfinite(job.ema.average[name]).all() and job.ema.average[name].shape == average[name].shape
+        assert (
+            torch.isfinite(job.ema.average[name]).all() and job.ema.average[name].shape == average[name].shape
+        )
 
 
 class NoHostRead(TorchDispatchMode):
     """Fails on every operation that makes the host wait for a value of the device."""
 
-    waiting = {"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::unique_dim"}
+    waiting = {
+        "aten::_local_scalar_dense",
+        "aten::nonzero",
+        "aten::masked_select",
+        "aten::equal",
+        "aten::unique_dim",
+    }
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.name().split(".")[0]
@@ -173,22 +188,27 @@ def test_a_step_does_not_wait_for_the_device(recipe_file):
 def test_twenty_steps_in_bf16_are_finite(recipe_file):  # case T2
     result = run(recipe_file(), ["run.steps=20", "run.mixed_precision=bf16"])
     assert torch.isfinite(torch.tensor([m["loss"] for m in metrics(result.out)])).all()
-    assert all(v.dtype == torch.float32 and torch.isfinite(v).all() for v in state_of(result.out, 20)["weights"].values())
+    assert all(
+        v.dtype == torch.float32 and torch.isfinite(v).all()
+        for v in state_of(result.out, 20)["weights"].values()
+    )
     with pytest.raises(ValueError, match='write "bf16"'):
         run(recipe_file("half"), ["run.mixed_precision=fp16"])
 
 
 def test_mixing_is_clipped_after_every_step_and_its_bounds_are_watched(recipe_file, monkeypatch, capsys):
     lowest = []
-    update = loop.EMA.update
+    update = EMA.update
 
     def watch(self, step):
         lowest.extend(p.min().item() for n, p in self.live.items() if ".mixing." in n)
         lowest.extend(1 - p.max().item() for n, p in self.live.items() if ".mixing." in n)
         return update(self, step)
 
-    monkeypatch.setattr(loop.EMA, "update", watch)
-    result = run(recipe_file(), ["optimizer.mixing_lr=40.0", "run.steps=4"])  # 10 a step: straight to the bounds
+    monkeypatch.setattr(EMA, "update", watch)
+    result = run(
+        recipe_file(), ["optimizer.mixing_lr=40.0", "run.steps=4"]
+    )  # 10 a step: straight to the bounds
     assert min(lowest) == 0.0 and len(lowest) == 4 * 2 * 2
     assert metrics(result.out)[-1]["mixing_on_bound"] > 0.5
     assert "lower optimizer.mixing_lr" in capsys.readouterr().out
@@ -210,9 +230,14 @@ def test_checkpointed_training_equals_plain(recipe_file):  # case T3
 
 def test_sampling_changes_no_number_of_the_training(recipe_file):
     quiet = run(recipe_file("quiet"))
-    drawing = run(recipe_file("drawing"), ["sample.every=2", 'sample.prompts=["a picture of red", "x", "y"]', "sample.steps=2"])
+    drawing = run(
+        recipe_file("drawing"),
+        ["sample.every=2", 'sample.prompts=["a picture of red", "x", "y"]', "sample.steps=2"],
+    )
     assert_bit_equal(state_of(quiet.out, 6), state_of(drawing.out, 6))
-    assert sorted(p.name for p in (drawing.out / "samples").iterdir()) == [f"step-{i:08d}.png" for i in (2, 4, 6)]
+    assert sorted(p.name for p in (drawing.out / "samples").iterdir()) == [
+        f"step-{i:08d}.png" for i in (2, 4, 6)
+    ]
     assert Image.open(drawing.out / "samples" / "step-00000006.png").size == (66, 66)  # 2 x 2 of 32, gap 2
 
 

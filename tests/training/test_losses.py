@@ -8,7 +8,9 @@ from mhla_diffusion.training.losses import FlowLoss, draw_sigma, shift_sigma
 
 
 def test_sigma_densities():
-    draw = lambda **settings: draw_sigma(20000, FlowConfig(**settings), torch.Generator().manual_seed(0))
+    def draw(**settings):
+        return draw_sigma(20000, FlowConfig(**settings), torch.Generator().manual_seed(0))
+
     uniform = draw(weighting="uniform")
     assert abs(uniform.mean() - 0.5) < 0.01 and abs(uniform.var() - 1 / 12) < 0.005
     normal = draw(logit_mean=0.5, logit_std=2.0)

@@ -13,12 +13,18 @@ from mhla_diffusion.training.parameters import (
     trainable,
 )
 
-TOY = dict(
-    in_channels=4, out_channels=4, num_attention_heads=2, attention_head_dim=8, num_layers=3,
-    num_cross_attention_heads=2, cross_attention_head_dim=8, cross_attention_dim=16, caption_channels=16,
-    sample_size=8,
-)  # fmt: skip
-OURS = dict(mhla_layers=[0, 2], mhla_gate=True, mhla_local_conv=3, mhla_norm_out=True, qk_norm="rms_norm_across_heads")
+TOY = {
+    "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 3,
+    "num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 16,
+    "sample_size": 8,
+}  # fmt: skip
+OURS = {
+    "mhla_layers": [0, 2],
+    "mhla_gate": True,
+    "mhla_local_conv": 3,
+    "mhla_norm_out": True,
+    "qk_norm": "rms_norm_across_heads",
+}
 
 
 @pytest.fixture
@@ -30,11 +36,21 @@ def test_sets_are_exact(model):  # case T5
     everything = [name for name, _ in model.named_parameters()]
     assert trainable(model, "all") == everything
     attention = trainable(model, "attention")
-    parts = ["to_q.weight", "to_k.weight", "to_v.weight", "norm_q.weight", "norm_k.weight", "to_out.0.weight", "to_out.0.bias"]
+    parts = [
+        "to_q.weight",
+        "to_k.weight",
+        "to_v.weight",
+        "norm_q.weight",
+        "norm_k.weight",
+        "to_out.0.weight",
+        "to_out.0.bias",
+    ]
     new = ["mixing.weight", "to_gate.weight", "local_conv.weight", "norm_out.weight"]
     expected = {f"transformer_blocks.{i}.attn1.{p}" for i in (0, 1, 2) for p in parts}
     expected |= {f"transformer_blocks.{i}.attn1.{p}" for i in (0, 2) for p in new}
-    extra = {name for name in set(attention) - expected if name.endswith(".bias")}  # a gate or convolution may have one
+    extra = {
+        name for name in set(attention) - expected if name.endswith(".bias")
+    }  # a gate or convolution may have one
     assert set(attention) - extra == expected
     mixing = trainable(model, "mixing")
     assert mixing == ["transformer_blocks.0.attn1.mixing.weight", "transformer_blocks.2.attn1.mixing.weight"]
@@ -44,7 +60,9 @@ def test_sets_are_exact(model):  # case T5
 def test_lora_trains_adapters_and_matrices(model):
     model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
     chosen = trainable(model, "lora")
-    assert sum("lora_A" in name for name in chosen) == 3 * 2 * 4  # layers, self and cross attention, projections
+    assert (
+        sum("lora_A" in name for name in chosen) == 3 * 2 * 4
+    )  # layers, self and cross attention, projections
     assert {name for name in chosen if "lora_" not in name} == {
         "transformer_blocks.0.attn1.mixing.weight",
         "transformer_blocks.2.attn1.mixing.weight",
@@ -84,7 +102,9 @@ def test_groups(model):
         assert group["weight_decay"] in (0.0, 0.1) and (group["weight_decay"] > 0) == (
             decays(name, parameter) and ".mixing." not in name
         )
-    undecayed = {n.rsplit(".", 2)[-2] for n, p in names.items() if where[id(p)]["weight_decay"] == 0 and p.ndim > 1}
+    undecayed = {
+        n.rsplit(".", 2)[-2] for n, p in names.items() if where[id(p)]["weight_decay"] == 0 and p.ndim > 1
+    }
     assert {"to_gate", "mixing", "embed_tokens"} <= undecayed and "to_q" not in undecayed
     assert not any(n.endswith("scale_shift_table") and where[id(p)]["weight_decay"] for n, p in names.items())
     assert build_optimizer(names, config).defaults["fused"]

@@ -17,7 +17,9 @@ def test_an_epoch_shows_every_sample(bucket_sizes, batch, seed, epoch):
         seen = torch.cat(rows).tolist() if rows else []
         assert set(seen) == set(range(size))
         counts = [seen.count(i) for i in range(size)]
-        assert max(counts, default=0) - min(counts, default=0) <= 1  # filling up repeats none twice before all once
+        assert (
+            max(counts, default=0) - min(counts, default=0) <= 1
+        )  # filling up repeats none twice before all once
 
 
 def test_order_is_a_function_of_seed_and_step():
@@ -27,7 +29,7 @@ def test_order_is_a_function_of_seed_and_step():
         bucket, index = again(step)
         assert bucket == forward[step][0] and torch.equal(index, forward[step][1])
     other = [DataOrder([7, 5], 4, 2, "cpu")(step) for step in range(9)]
-    assert any(a[0] != b[0] or not torch.equal(a[1], b[1]) for a, b in zip(forward, other))
+    assert any(a[0] != b[0] or not torch.equal(a[1], b[1]) for a, b in zip(forward, other, strict=True))
     assert not torch.equal(epoch_batches([64], 64, 0, 0)[1], epoch_batches([64], 64, 0, 1)[1])
 
 

@@ -21,8 +21,8 @@ def written(tmp_path):
 
 
 def test_defaults_and_overrides(written):
-    recipe = load_recipe(written(MINIMAL), ["optimizer.lr=3e-4", "run.steps=7", "run.name=other", "optimizer.betas=[0.8, 0.9]",
-                                            "model.lora.rank=3"])  # fmt: skip
+    overrides = ["optimizer.lr=3e-4", "run.steps=7", "run.name=other", "optimizer.betas=[0.8, 0.9]"]
+    recipe = load_recipe(written(MINIMAL), [*overrides, "model.lora.rank=3"])
     assert recipe.run.out == "runs/other"
     assert (recipe.optimizer.lr, recipe.run.steps, recipe.optimizer.betas) == (3e-4, 7, [0.8, 0.9])
     assert recipe.model.lora.rank == 3
@@ -92,10 +92,19 @@ def test_missing_and_broken_files(tmp_path, written):
 def test_differing_keys_ignore_what_changes_no_number(written):
     recipe = load_recipe(written(MINIMAL))
     stored = dataclasses.asdict(recipe)
-    changed = load_recipe(written(MINIMAL), ["run.log_every=3", "checkpoint.every=9", "run.steps=99", "run.compile=true"])
+    changed = load_recipe(
+        written(MINIMAL), ["run.log_every=3", "checkpoint.every=9", "run.steps=99", "run.compile=true"]
+    )
     assert differing_keys(changed, stored) == []
-    changed = load_recipe(written(MINIMAL), ["optimizer.lr=1", "flow.shift=3.0", "optimizer.schedule=cosine", "run.steps=9"])
-    assert differing_keys(changed, stored) == ["flow.shift", "optimizer.lr", "optimizer.schedule", "run.steps"]
+    changed = load_recipe(
+        written(MINIMAL), ["optimizer.lr=1", "flow.shift=3.0", "optimizer.schedule=cosine", "run.steps=9"]
+    )
+    assert differing_keys(changed, stored) == [
+        "flow.shift",
+        "optimizer.lr",
+        "optimizer.schedule",
+        "run.steps",
+    ]
 
 
 @pytest.mark.parametrize("name", ["sana-mhla-emoji", "twins-emoji", "finetune-folder"])

@@ -1,0 +1,150 @@
+"""Builds a run from its recipe: processes, data, model, optimizer, and the state that a checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.state import AcceleratorState
+
+from .checkpoint import find_checkpoint, list_checkpoints, load_optimizer_tensors, read_checkpoint
+from .components import build_components, read_weights
+from .config import Recipe
+from .data import open_source
+from .ema import EMA
+from .feed import Feed
+from .latents import caption_table, load_or_encode
+from .losses import FlowLoss
+from .parameters import build_optimizer, trainable
+from .recipe import differing_keys
+
+
+def start_accelerator(recipe: Recipe) -> Accelerator:
+    run = recipe.run
+    if run.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError('recipe: run.device = "cuda", but there is no CUDA device; write "auto" or "cpu"')
+    AcceleratorState._reset_state()  # or a second run in this process could not choose its precision
+    accelerator = Accelerator(
+        mixed_precision=run.mixed_precision,
+        cpu=run.device == "cpu" or not torch.cuda.is_available(),
+        log_with=run.tracker if run.tracker != "none" else None,
+        project_dir=run.out,
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+        ],
+    )
+    parts = accelerator.num_processes * run.gradient_accumulation
+    if run.batch_size % parts:
+        raise ValueError(
+            f"recipe: run.batch_size = {run.batch_size} does not divide over {accelerator.num_processes} "
+            f"processes x {run.gradient_accumulation} micro-batches; write a multiple of {parts}"
+        )
+    return accelerator
+
+
+def compile_model(model: torch.nn.Module, scope: str) -> None:
+    """Compiles in place, so that parameter names stay: the whole model, or each of its repeated layers."""
+    layers = getattr(model, "transformer_blocks", None) or getattr(model, "layers", None)
+    for part in layers if scope == "layers" and layers else [model]:
+        part.compile()
+
+
+class Session:
+    """Everything a run needs, built from its recipe and put at the step to start from."""
+
+    def __init__(self, recipe: Recipe, resume: str | Path | None):
+        self.recipe, run = recipe, recipe.run
+        self.out = Path(run.out)
+        self.checkpoints = self.out / "checkpoints"
+        found = find_checkpoint(self.checkpoints, resume)
+        existing = list_checkpoints(self.checkpoints)
+        if found is None and existing and str(resume) != "auto":
+            raise ValueError(
+                f"{self.out} already holds a run up to {existing[-1].name}; continue it with --resume auto, "
+                "or choose another run.out"
+            )
+        saved = read_checkpoint(found) if found else None
+        if saved:
+            keys = differing_keys(recipe, saved[1]["recipe"])
+            if keys:
+                raise ValueError(
+                    f"{found} belongs to another recipe, which differs in {', '.join(keys)}; undo that, or "
+                    "start anew with another run.out"
+                )
+        self.accelerator = start_accelerator(recipe)
+        self.device = self.accelerator.device
+        self.main = self.accelerator.is_main_process
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(
+                f"cannot write to {self.out} ({error.strerror}); choose another run.out"
+            ) from None
+
+        self.parts = build_components(recipe)
+        self._build_data()
+        self._build_model()
+        self.first_step = self._first_step()
+        self.start = self.first_step
+        if saved:
+            self._restore(*saved)
+
+    def _build_data(self) -> None:
+        recipe, parts = self.recipe, self.parts
+        with self.accelerator.main_process_first():  # the others then find the cache filled
+            source = open_source(recipe.data, parts.latent_factor, recipe.run.seed)
+            encoded = load_or_encode(source, parts, recipe.data, self.device)
+        self.fingerprint = source.fingerprint
+        length = recipe.data.max_sequence_length or parts.max_sequence_length
+        table = caption_table(encoded, parts, recipe.model.train_text_encoder, length, self.device)
+        self.feed = Feed(encoded, table, recipe, self.device)
+
+    def _build_model(self) -> None:
+        recipe, parts = self.recipe, self.parts
+        trainable(parts.transformer, recipe.model.train)
+        parts.text_encoder.requires_grad_(recipe.model.train_text_encoder)
+        self.module = FlowLoss(
+            parts.transformer, parts.text_encoder if recipe.model.train_text_encoder else None
+        )
+        self.module.to(self.device).train()
+        if recipe.run.gradient_checkpointing:
+            parts.transformer.enable_gradient_checkpointing()
+        if recipe.run.compile:
+            for model in self.module.children():
+                compile_model(model, recipe.run.compile_scope)
+        self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self.optimizer = build_optimizer(self.parameters, recipe.optimizer)
+        self.ema = EMA(self.parameters, recipe.ema)
+        self._take_ema()
+        self.model = self.accelerator.prepare(self.module)
+
+    def _take_ema(self) -> None:
+        """Averages of the run that `init_from` continues, where it has them."""
+        folder = Path(self.recipe.run.init_from or ".") / "ema"
+        if not self.recipe.run.init_from or not folder.is_dir() or self.recipe.model.train == "lora":
+            return
+        for part in (path for path in sorted(folder.iterdir()) if path.is_dir()):
+            for name, value in read_weights(part).items():
+                if f"{part.name}.{name}" in self.ema.average:
+                    self.ema.average[f"{part.name}.{name}"].copy_(value)
+
+    def _first_step(self) -> int:
+        if self.recipe.run.first_step >= 0:
+            return self.recipe.run.first_step
+        note = Path(self.recipe.run.init_from or ".") / "continue.json"
+        return json.loads(note.read_text())["step"] if self.recipe.run.init_from and note.is_file() else 0
+
+    def _restore(self, tensors: dict, state: dict) -> None:
+        if state["data"] != self.fingerprint:
+            raise ValueError(
+                f"the checkpoint at step {state['step']} was made with other pictures or captions than "
+                f"{self.recipe.data.path} holds now; restore them, or start anew with another run.out"
+            )
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(tensors["weights"][name])
+                self.ema.average[name].copy_(tensors["ema"][name])
+        load_optimizer_tensors(self.optimizer, self.parameters, tensors["optimizer"])
+        self.start, self.first_step = state["step"], state["first_step"]
