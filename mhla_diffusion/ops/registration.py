@@ -25,9 +25,15 @@ def _pair(cos: Tensor | None, sin: Tensor | None):
 
 
 def _mix(matrix: Tensor, states: Tensor) -> Tensor:
+    """(Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) times (B, H, Mk, K), contiguous.
+
+    Spelled as bmm because matmul folds the states into a matrix, with a transposed copy, when `matrix` needs a gradient.
+    """
+    batch, heads, blocks, size = states.shape
+    matrix = matrix.expand(batch, heads, *matrix.shape[-2:]).reshape(batch * heads, -1, blocks)
     # Autocast would round the coefficients to half precision.
     with torch.autocast(device_type=states.device.type, enabled=False):
-        return torch.matmul(matrix, states)
+        return torch.bmm(matrix, states.reshape(batch * heads, blocks, size)).view(batch, heads, -1, size)
 
 
 @torch.library.custom_op("mhla_diffusion::mhla_forward", mutates_args=())
