@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import math
+import shutil
 from pathlib import Path
 
 import torch
@@ -53,8 +54,18 @@ def export_pipeline(target: Path, parts: Components, ema: EMA, recipe: Recipe) -
             export_copy(parts.text_encoder, dtype) if recipe.model.train_text_encoder else parts.text_encoder
         )
     pipeline = parts.pipeline(transformer, text_encoder)
+    from_base = ["vae"]
+    if not recipe.model.train_text_encoder and recipe.model.text_encoder is None and not recipe.run.init_from:
+        from_base.append("text_encoder")
+
+    def fill(folder: Path) -> None:
+        pipeline.save_pretrained(folder)
+        for part in from_base:  # their own files, in their own dtype: here they were loaded as float32
+            shutil.rmtree(folder / part)
+            shutil.copytree(parts.base / part, folder / part)
+
     with quiet():
-        write_folder(target, pipeline.save_pretrained)
+        write_folder(target, fill)
 
 
 def export_continue(target: Path, parts: Components, ema: EMA, recipe: Recipe, step: int) -> None:
@@ -106,7 +117,7 @@ def draw_pictures(
     parts: Components, prompts: list[str], sample: SampleConfig, size: int, device: torch.device
 ) -> list[Image.Image]:
     """One picture a prompt with the weights as they are; picture i starts from noise seeded (sample.seed, i)."""
-    visitors = [m for m in (parts.vae, parts.text_encoder) if next(m.parameters()).device != device]
+    visitors = [m for m in (parts.vae, parts.text_encoder) if next(m.parameters()).device.type != device.type]
     for module in visitors:
         module.to(device)
     pipeline = parts.pipeline()

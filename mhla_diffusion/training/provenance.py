@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 
 import psutil
@@ -10,6 +11,7 @@ import torch
 from mhla_diffusion.provenance import versions
 
 
+@functools.cache
 def process_started() -> float:
     """Unix time at which this process began, imports and data preparation included."""
     return psutil.Process().create_time()

@@ -68,5 +68,7 @@ class DataOrder:
         epoch, position = divmod(step, self.per_epoch)
         if epoch != self._epoch:
             self._buckets, indices = epoch_batches(self.bucket_sizes, self.batch_size, self.seed, epoch)
-            self._indices, self._epoch = indices.to(self.device), epoch
+            if torch.device(self.device).type == "cuda":
+                indices = indices.pin_memory()  # so that the copy does not wait for the device
+            self._indices, self._epoch = indices.to(self.device, non_blocking=True), epoch
         return self._buckets[position], self._indices[position]

@@ -25,7 +25,7 @@ def without(path, *sections):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_export_is_a_pipeline_with_the_ema_weights_that_draws(recipe_file, dtype):
+def test_export_is_a_pipeline_with_the_ema_weights_that_draws(recipe_file, base, dtype):
     defaults = ["model.defaults.default_steps=3", "model.defaults.default_guidance_scale=2.0"]
     result = run(recipe_file(), [f"checkpoint.export_dtype={dtype}", *defaults])
     index = json.loads((result.pipeline / "model_index.json").read_text())
@@ -53,6 +53,9 @@ def test_export_is_a_pipeline_with_the_ema_weights_that_draws(recipe_file, dtype
     saved = load_file(next((result.pipeline / "transformer").glob("*.safetensors")))
     assert {str(v.dtype) for n, v in saved.items() if ".mixing." in n} == {"torch.float32"}
     assert {str(v.dtype) for n, v in saved.items() if ".mixing." not in n} == {f"torch.{dtype}"}
+
+    for path in (base / "vae").iterdir():  # untouched: not even another dtype
+        assert path.read_bytes() == (result.pipeline / "vae" / path.name).read_bytes()
 
     picture = pipe("a picture of red number 1", generator=torch.Generator().manual_seed(0)).images[0]
     assert picture.size == (32, 32)

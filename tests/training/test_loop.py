@@ -185,6 +185,40 @@ def test_a_step_does_not_wait_for_the_device(recipe_file):
         job.loss_sum.item()
 
 
+@pytest.mark.gpu
+def test_a_compiled_step_on_the_gpu_does_not_wait(recipe_file):
+    """Compiled, bf16, across an epoch's end: CUDA's own debug mode finds no synchronisation."""
+    job = training(recipe_file(), ["run.device=cuda", "run.mixed_precision=bf16", "run.compile=true"])
+    job._reset_window()
+    job.bad_step = torch.full((), -1.0, dtype=torch.float64, device=job.device)
+    for step in range(4):
+        job._step(step)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(4, 10):
+            job._step(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert job.bad_step.item() == -1 and torch.isfinite(job.loss_sum)
+
+
+@pytest.mark.gpu
+def test_training_on_the_gpu_draws_and_resumes(recipe_file):
+    path = recipe_file()
+    settings = [
+        "run.device=cuda",
+        "run.mixed_precision=bf16",
+        "run.compile=true",
+        "sample.steps=2",
+        "sample.every=3",
+    ]
+    settings += ['sample.prompts=["a picture of red"]']
+    assert not run(path, [*settings, "run.max_minutes=1e-6"]).finished
+    result = run(path, settings, resume="auto")
+    assert result.finished and torch.isfinite(torch.tensor(result.loss))
+    assert (result.out / "samples" / "step-00000006.png").is_file()
+
+
 def test_twenty_steps_in_bf16_are_finite(recipe_file):  # case T2
     result = run(recipe_file(), ["run.steps=20", "run.mixed_precision=bf16"])
     assert torch.isfinite(torch.tensor([m["loss"] for m in metrics(result.out)])).all()
