@@ -147,11 +147,10 @@ def test_head_dims_on_the_gpu(make_call, dim, dtype):
 
 
 @pytest.mark.gpu
-@half_dtypes
 @pytest.mark.parametrize(("dim", "value_dim"), [(64, 128), (128, 32), (32, 256)])
-def test_different_key_and_value_dims_on_the_gpu(make_call, dim, value_dim, dtype):
-    call = make_call((14, 14), (4, 4), dim, value_dim, dtype=dtype, key_blocks=(77, 6))
-    call.check(call.run("triton"), TOLERANCE[dtype])
+def test_different_key_and_value_dims_on_the_gpu(make_call, dim, value_dim):
+    call = make_call((14, 14), (4, 4), dim, value_dim, dtype=torch.bfloat16, key_blocks=(77, 6))
+    call.check(call.run("triton"), 1e-2)
 
 
 @pytest.mark.gpu
