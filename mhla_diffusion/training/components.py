@@ -213,7 +213,13 @@ def build_components(recipe: Recipe) -> Components:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derived_seed(recipe.run.seed, "adapters"))
             transformer.add_adapter(settings)
-    return Components(cls, base, tokenizer, _load(base, "scheduler"), transformer, text_encoder, defaults)
+    parts = Components(cls, base, tokenizer, _load(base, "scheduler"), transformer, text_encoder, defaults)
+    if model.train_text_encoder and parts.instruction:
+        raise ValueError(
+            f"recipe: {base} puts an instruction before every prompt, which is supported with a frozen text encoder "
+            "only; write model.train_text_encoder = false"
+        )
+    return parts
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:

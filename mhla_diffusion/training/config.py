@@ -39,7 +39,9 @@ class RunConfig:
     gradient_checkpointing: bool = setting(False, "recompute activations of the transformer in backward")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: CUDA when present, else the CPU")
     log_every: int = setting(50, "steps between two reads of the loss; the only host synchronisation")
-    tracker: Literal["none", "tensorboard"] = setting("none", "also log to TensorBoard, under <out>/tracker")
+    tracker: Literal["auto", "none", "tensorboard"] = setting(
+        "auto", "TensorBoard files under <out>/tracker; auto: where it is installed"
+    )
     max_minutes: float = setting(
         0.0, "stop cleanly (checkpoint and export) this long after process start; 0: never"
     )

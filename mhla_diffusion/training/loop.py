@@ -86,7 +86,7 @@ class _Training(Session):
         run = self.recipe.run
         if self.main:
             self._prepare_folder()
-        if run.tracker != "none":
+        if self.accelerator.log_with:
             self.accelerator.init_trackers("tracker")
         self._reset_window()
         self.bad_step = torch.full((), -1.0, dtype=torch.float64, device=self.device)

@@ -185,6 +185,8 @@ def _check_ranges(recipe: Recipe) -> None:
     need(recipe.flow.shift > 0, "flow.shift", recipe.flow.shift, "above 0")
     need(0 <= recipe.ema.decay < 1, "ema.decay", recipe.ema.decay, "0 to below 1")
     need(recipe.checkpoint.keep >= 1, "checkpoint.keep", recipe.checkpoint.keep, "1 or more")
+    need(recipe.sample.steps >= 1, "sample.steps", recipe.sample.steps, "1 or more")
+    need(recipe.sample.guidance >= 0, "sample.guidance", recipe.sample.guidance, "0 or more")
     if recipe.sample.every > 0:
         need(len(recipe.sample.prompts) > 0, "sample.prompts", recipe.sample.prompts, "at least one prompt")
     if model.transformer is not None and model.convert is not None:

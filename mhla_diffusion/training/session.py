@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
     accelerator = Accelerator(
         mixed_precision=run.mixed_precision,
         cpu=run.device == "cpu" or not torch.cuda.is_available(),
-        log_with=run.tracker if run.tracker != "none" else None,
+        log_with="tensorboard" if tracks(run.tracker) else None,
         project_dir=run.out,
         kwargs_handlers=[
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -42,6 +43,18 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
             f"processes x {run.gradient_accumulation} micro-batches; write a multiple of {parts}"
         )
     return accelerator
+
+
+def tracks(tracker: str) -> bool:
+    """Whether to write TensorBoard files; ValueError when they are asked for and it is not installed."""
+    if tracker == "none":
+        return False
+    installed = importlib.util.find_spec("tensorboard") is not None
+    if tracker == "tensorboard" and not installed:
+        raise ValueError(
+            'recipe: run.tracker = "tensorboard", which is not installed; pip install tensorboard, or write "auto"'
+        )
+    return installed
 
 
 def compile_model(model: torch.nn.Module, scope: str) -> None:

@@ -20,6 +20,7 @@ steps = 6
 batch_size = 4
 log_every = 2
 device = "cpu"
+tracker = "none"
 out = "{out}"
 
 [model]

@@ -81,6 +81,11 @@ def test_faults_of_the_model_tables(recipe_file, override, message):
         run(recipe_file(), [override])
 
 
+def test_an_instruction_needs_a_frozen_text_encoder(recipe_file):
+    with pytest.raises(ValueError, match="frozen text encoder only; write model.train_text_encoder = false"):
+        run(recipe_file(), ["model.defaults.complex_human_instruction=Draw:"])
+
+
 def test_a_missing_part_says_what_to_write(recipe_file):
     with pytest.raises(
         ValueError, match="has no transformer/; to train a new one, write .model.transformer."

@@ -283,6 +283,18 @@ def test_tensorboard_and_run_facts(recipe_file):
     assert facts["parameters"].keys() == {"transformer", "text_encoder"}
 
 
+def test_tensorboard_that_is_not_there(recipe_file, monkeypatch):
+    monkeypatch.setattr(session.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match='not installed; pip install tensorboard, or write "auto"'):
+        run(recipe_file(), ["run.tracker=tensorboard"])
+    assert not session.tracks("auto")
+
+
+def test_data_kept_on_the_host_gives_the_same_training(recipe_file):
+    device, host = run(recipe_file("device")), run(recipe_file("host"), ["data.keep_on=host"])
+    assert_bit_equal(state_of(device.out, 6), state_of(host.out, 6))
+
+
 def test_batch_must_divide(recipe_file):
     with pytest.raises(ValueError, match="does not divide"):
         run(recipe_file(), ["run.batch_size=5", "run.gradient_accumulation=2"])

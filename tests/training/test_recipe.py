@@ -44,6 +44,7 @@ def test_defaults_and_overrides(written):
         ("[ema]\ndecay = 1.0", "ema.decay = 1.0; allowed: 0 to below 1"),
         ("[checkpoint]\nkeep = 0", "checkpoint.keep = 0; allowed: 1 or more"),
         ("[flow]\nshift = 0", "flow.shift = 0.0; allowed: above 0"),
+        ("[sample]\nsteps = 0", "sample.steps = 0; allowed: 1 or more"),
         ("[sample]\nevery = 5", "sample.prompts = []; allowed: at least one prompt"),
         ("ema = 3", "ema = 3 is not a table"),
         ("[model.convert]\nblock_grid = [4, 4]\n[model.transformer]\nnum_layers = 2", "keep one of them"),
