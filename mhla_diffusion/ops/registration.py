@@ -27,7 +27,7 @@ def _pair(cos: Tensor | None, sin: Tensor | None):
 def _mix(matrix: Tensor, states: Tensor) -> Tensor:
     """(Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) times (B, H, Mk, K), contiguous.
 
-    Spelled as bmm because matmul folds the states into a matrix, with a transposed copy, when `matrix` needs a gradient.
+    Spelled as bmm: matmul may fold the states into a matrix, by a transposed copy, when `matrix` needs a gradient.
     """
     batch, heads, blocks, size = states.shape
     matrix = matrix.expand(batch, heads, *matrix.shape[-2:]).reshape(batch * heads, -1, blocks)
