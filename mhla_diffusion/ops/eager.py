@@ -7,6 +7,7 @@ denominator. Inside, blocks are laid out as `(B, H, M, n, D)`.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from .partition import Partition
 
@@ -59,8 +60,9 @@ def from_blocks(y: torch.Tensor, part: Partition) -> torch.Tensor:
 
 def features(x: torch.Tensor, part: Partition, feature_eps: float, dtype: torch.dtype) -> torch.Tensor:
     """phi of the blocked tokens."""
-    phi = torch.relu(to_blocks(x, part).to(dtype))
-    return phi + feature_eps if feature_eps else phi
+    # The same values and gradient as relu, but relu keeps its result for backward, so eps could not be added in place.
+    phi = F.threshold(to_blocks(x, part).to(dtype), 0.0, 0.0)
+    return phi.add_(feature_eps) if feature_eps else phi
 
 
 def mask_padding(phi: torch.Tensor, part: Partition) -> torch.Tensor:
