@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -36,24 +37,35 @@ def _digest(path: Path) -> str:
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
-    """Replaces the folder `target` by what `fill(folder)` writes, at once or not at all."""
+    """Replaces the folder `target` by what `fill(folder)` writes, at once or not at all.
+
+    Several processes may write the same target; the last one wins.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     for stale in target.parent.glob(f"{_TEMPORARY}{target.name}-*"):
-        shutil.rmtree(stale)
+        owner = stale.name.rpartition("-")[2]
+        if not owner.isdigit() or not psutil.pid_exists(int(owner)):  # its process was killed
+            shutil.rmtree(stale, ignore_errors=True)
     temporary = target.parent / f"{_TEMPORARY}{target.name}-{os.getpid()}"
     temporary.mkdir()
-    fill(temporary)
+    try:
+        fill(temporary)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     for path in sorted(temporary.rglob("*"), reverse=True):
         _flush(path)
     _flush(temporary)
-    if target.exists():
-        # A folder cannot be renamed over a full one, so it steps aside first; for a moment neither has the name.
-        old = target.parent / f"{_TEMPORARY}{target.name}-old"
+    try:
+        temporary.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        # A folder cannot be renamed over a full one, so that steps aside first; for a moment neither has the name.
+        old = target.parent / f"{_TEMPORARY}{target.name}-old{os.getpid()}"
         target.rename(old)
         temporary.rename(target)
         shutil.rmtree(old)
-    else:
-        temporary.rename(target)
     _flush(target.parent)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import json
@@ -14,6 +15,20 @@ from torch import nn
 from .config import ModelConfig, Recipe
 from .randomness import derived_seed
 from .recipe import check_model_table, constructor_fields
+
+
+@contextlib.contextmanager
+def quiet():
+    """No progress bars of transformers inside: they would break the one of the run."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def diffusers_class(name: str):
@@ -46,7 +61,8 @@ def _load(folder: Path, part: str, hint: str = ""):
         import transformers
 
         cls = getattr(transformers, facts["architectures"][0])
-        return cls.from_pretrained(path, dtype=torch.float32)
+        with quiet():
+            return cls.from_pretrained(path, dtype=torch.float32)
     cls = diffusers_class(facts["_class_name"])
     if part == "scheduler":
         return cls.from_pretrained(path)

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 from .checkpoint import write_folder
-from .components import Components
+from .components import Components, quiet
 from .config import Recipe, SampleConfig
 from .ema import EMA
 from .randomness import generator
@@ -29,20 +29,6 @@ def export_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     if dtype != torch.float32:
         nn.Module.to(clone, dtype)  # not ModelMixin.to, which warns; BlockMixing itself stays in float32
     return clone
-
-
-@contextlib.contextmanager
-def quiet():
-    """No progress bars of transformers inside: they would break the one of the run."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def export_pipeline(target: Path, parts: Components, ema: EMA, recipe: Recipe) -> None:

@@ -91,6 +91,27 @@ def test_a_folder_is_replaced_whole(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["pipeline"]
 
 
+def test_two_processes_may_write_one_folder(tmp_path):
+    """What twins on several GPUs do with the latents cache: nobody's half-written files are taken away."""
+    target = tmp_path / "latents"
+
+    def fill(folder):
+        (folder / "a").write_text("outer")
+        other = subprocess.run([sys.executable, "-c", OTHER, str(target)], capture_output=True, text=True)
+        assert other.returncode == 0, other.stderr
+        assert (target / "a").read_text() == "other"
+
+    write_folder(target, fill)
+    assert (target / "a").read_text() == "outer" and [p.name for p in tmp_path.iterdir()] == ["latents"]
+
+
+OTHER = """
+import sys
+from pathlib import Path
+from mhla_diffusion.training.checkpoint import write_folder
+write_folder(Path(sys.argv[1]), lambda folder: (folder / "a").write_text("other"))
+"""
+
 # Kills itself with SIGKILL at the n-th of: file written (4), checkpoint renamed, old checkpoint pruned.
 KILLED = """
 import os, signal, sys
