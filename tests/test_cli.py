@@ -119,6 +119,7 @@ def test_prompts_stand_on_the_command_line_with_a_seed_each(folder, here):
         ("train good.toml --set run.stepz=3", "did you mean 'steps'?"),
         ("train good.toml --set run.steps=many", "run.steps"),
         ("train typo.toml", "did you mean 'steps'?"),
+        ("train good.toml --set model.base=TOY", "data.path = 'pictures' does not exist"),
         ("train type.toml", "run.steps"),
     ],
 )  # fmt: skip

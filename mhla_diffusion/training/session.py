@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 from pathlib import Path
@@ -89,6 +90,7 @@ class Session:
         self.accelerator = start_accelerator(recipe)
         self.device = self.accelerator.device
         self.main = self.accelerator.is_main_process
+        made = [folder for folder in (self.checkpoints, *self.checkpoints.parents) if not folder.exists()]
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -96,13 +98,19 @@ class Session:
                 f"cannot write to {self.out} ({error.strerror}); choose another run.out"
             ) from None
 
-        self.parts = build_components(recipe)
-        self._build_data()
-        self._build_model()
-        self.first_step = self._first_step()
-        self.start = self.first_step
-        if saved:
-            self._restore(*saved)
+        try:
+            self.parts = build_components(recipe)
+            self._build_data()
+            self._build_model()
+            self.first_step = self._first_step()
+            self.start = self.first_step
+            if saved:
+                self._restore(*saved)
+        except ValueError:
+            for folder in made:  # a mistake leaves no empty folders behind
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            raise
 
     def _build_data(self) -> None:
         recipe, parts = self.recipe, self.parts
