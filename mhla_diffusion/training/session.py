@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -65,6 +65,17 @@ def compile_model(model: torch.nn.Module, scope: str) -> None:
         part.compile()
 
 
+def check_writable(folder: Path) -> None:
+    """ValueError when `folder` could not be made; makes nothing, so that a later mistake leaves nothing behind."""
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"cannot write to {folder} ({place} is not a writable folder); choose another run.out"
+        )
+
+
 class Session:
     """Everything a run needs, built from its recipe and put at the step to start from."""
 
@@ -90,27 +101,15 @@ class Session:
         self.accelerator = start_accelerator(recipe)
         self.device = self.accelerator.device
         self.main = self.accelerator.is_main_process
-        made = [folder for folder in (self.checkpoints, *self.checkpoints.parents) if not folder.exists()]
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(
-                f"cannot write to {self.out} ({error.strerror}); choose another run.out"
-            ) from None
-
-        try:
-            self.parts = build_components(recipe)
-            self._build_data()
-            self._build_model()
-            self.first_step = self._first_step()
-            self.start = self.first_step
-            if saved:
-                self._restore(*saved)
-        except ValueError:
-            for folder in made:  # a mistake leaves no empty folders behind
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-            raise
+        check_writable(self.checkpoints)
+        self.parts = build_components(recipe)
+        self._build_data()
+        self._build_model()
+        self.first_step = self._first_step()
+        self.start = self.first_step
+        if saved:
+            self._restore(*saved)
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
 
     def _build_data(self) -> None:
         recipe, parts = self.recipe, self.parts
