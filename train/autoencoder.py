@@ -10,7 +10,9 @@ from mhla_diffusion.training.autoencoder import run
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", help="TOML file, e.g. train/recipes/autoencoder-emoji.toml")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override one recipe value")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one recipe value"
+    )
     parser.add_argument("--device", help="cuda or cpu; the GPU when there is one")
     arguments = parser.parse_args()
     try:
@@ -18,7 +20,11 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(json.dumps({k: figures[k] for k in ("steps_run", "minutes", "parameters", "val_psnr_db", "scaling_factor")}))
+    print(
+        json.dumps(
+            {k: figures[k] for k in ("steps_run", "minutes", "parameters", "val_psnr_db", "scaling_factor")}
+        )
+    )
     return 0
 
 

@@ -30,7 +30,9 @@ def main() -> int:
     )
     scheduler.save_pretrained(Path(arguments.out, "scheduler"))
     lengths = sorted(len(ids) for ids in tokenizer([caption.lower() for caption in captions]).input_ids)
-    print(f"{len(tokenizer)} tokens; captions: median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens")
+    print(
+        f"{len(tokenizer)} tokens; captions: median {lengths[len(lengths) // 2]}, longest {lengths[-1]} tokens"
+    )
     return 0
 
 

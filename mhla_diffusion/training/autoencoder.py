@@ -44,7 +44,7 @@ class AutoencoderRecipe:
 
 
 def augment(rgba: Tensor, generator: torch.Generator) -> Tensor:
-    """Sprites on random backgrounds, flipped, scaled and shifted: ``(B, 4, S, S)`` uint8 -> ``(B, 3, S, S)`` in [-1, 1].
+    """Sprites on random backgrounds, flipped, scaled, shifted: ``(B, 4, S, S)`` uint8 -> ``(B, 3, S, S)`` in [-1, 1].
 
     Half of the canvases carry a second, smaller sprite (the neighbour in the batch), so that the autoencoder also sees
     the composed pictures. Colours are premultiplied before resampling: straight alpha would bleed at the edges.
@@ -89,7 +89,9 @@ def reconstruction_loss(output: Tensor, target: Tensor, recipe: AutoencoderRecip
     """Squared, absolute and edge error, each a mean over everything, in fp32."""
     output, target = output.float(), target.float()
     edges = sum(((output - target).diff(dim=d)).abs().mean() for d in (2, 3))
-    return F.mse_loss(output, target) + recipe.l1_weight * F.l1_loss(output, target) + recipe.edge_weight * edges
+    return (
+        F.mse_loss(output, target) + recipe.l1_weight * F.l1_loss(output, target) + recipe.edge_weight * edges
+    )
 
 
 @torch.no_grad()
@@ -108,7 +110,8 @@ def psnr(autoencoder: AutoencoderDC, images: Tensor, batch_size: int = 256) -> T
 def latent_std(autoencoder: AutoencoderDC, images: Tensor, batch_size: int = 256) -> float:
     """Standard deviation over all latents of ``(N, 3, S, S)`` uint8 pictures; 1 / it is the scaling factor."""
     parts = [
-        autoencoder.encode((c.float() / 127.5 - 1).to(autoencoder.dtype)).latent.float() for c in images.split(batch_size)
+        autoencoder.encode((c.float() / 127.5 - 1).to(autoencoder.dtype)).latent.float()
+        for c in images.split(batch_size)
     ]
     return torch.cat(parts).std().item()
 
@@ -127,12 +130,18 @@ def train_autoencoder(recipe: AutoencoderRecipe, sprites: Tensor, validation: Te
     encode, decode = autoencoder.encoder, autoencoder.decoder
     if recipe.compile:
         encode, decode = torch.compile(encode), torch.compile(decode)
-    ema = EMAModel(autoencoder.parameters(), decay=recipe.ema_decay, use_ema_warmup=True, power=0.75, foreach=True)
+    ema = EMAModel(
+        autoencoder.parameters(), decay=recipe.ema_decay, use_ema_warmup=True, power=0.75, foreach=True
+    )
     optimizer = torch.optim.AdamW(
         autoencoder.parameters(), lr=recipe.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=device != "cpu"
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, recipe.lr, total_steps=recipe.steps, pct_start=recipe.warmup / recipe.steps, anneal_strategy="cos"
+        optimizer,
+        recipe.lr,
+        total_steps=recipe.steps,
+        pct_start=recipe.warmup / recipe.steps,
+        anneal_strategy="cos",
     )
     sprites, validation = sprites.to(device), validation.to(device)
     autocast = torch.autocast(device, torch.bfloat16, enabled=device != "cpu")
@@ -144,7 +153,10 @@ def train_autoencoder(recipe: AutoencoderRecipe, sprites: Tensor, validation: Te
             latent = encode(target)
             noise = torch.randn(latent.shape, device=device, generator=generator)
             output = decode(latent + recipe.latent_noise * noise)
-        loss = reconstruction_loss(output, target, recipe) + recipe.latent_penalty * latent.float().square().mean()
+        loss = (
+            reconstruction_loss(output, target, recipe)
+            + recipe.latent_penalty * latent.float().square().mean()
+        )
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(autoencoder.parameters(), 1.0)
@@ -156,7 +168,9 @@ def train_autoencoder(recipe: AutoencoderRecipe, sprites: Tensor, validation: Te
             history.append({"step": step, "loss": loss.item(), "minutes": round(minutes, 3)})
             print(f"step {step}/{recipe.steps} loss {history[-1]['loss']:.4f} {minutes:.1f} min", flush=True)
             if not torch.isfinite(loss):
-                raise FloatingPointError(f"autoencoder loss is not finite at step {step}; lower lr and start again")
+                raise FloatingPointError(
+                    f"autoencoder loss is not finite at step {step}; lower lr and start again"
+                )
             if recipe.max_minutes and minutes > recipe.max_minutes:
                 break
     ema.copy_to(autoencoder.parameters())
@@ -174,7 +188,7 @@ def train_autoencoder(recipe: AutoencoderRecipe, sprites: Tensor, validation: Te
         "torch": torch.__version__,
         "history": history[:: max(1, len(history) // 50)],
     }
-    # fp16 keeps three more mantissa bits than bf16, at the same size; the weights are of order 1, so range is no concern
+    # fp16 keeps three more mantissa bits than bf16, at the same size; the weights are of order 1, so range is no issue
     autoencoder.to(torch.float16).save_pretrained(recipe.out)
     Path(recipe.out, "training.json").write_text(json.dumps(figures, indent=1))
     return figures

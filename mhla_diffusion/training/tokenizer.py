@@ -13,7 +13,13 @@ from collections.abc import Iterable
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import GemmaTokenizer
 
-SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")  # the ids 0..4 that Gemma configurations expect
+SPECIAL_TOKENS = (
+    "<pad>",
+    "<eos>",
+    "<bos>",
+    "<unk>",
+    "<mask>",
+)  # the ids 0..4 that Gemma configurations expect
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))  # any text can be encoded
 
 
@@ -30,7 +36,7 @@ def train_tokenizer(captions: Iterable[str], vocab_size: int, max_length: int) -
     captions = [caption.lower().strip() for caption in captions]  # as the SANA pipelines do before encoding
     if not captions or vocab_size < 400:
         raise ValueError(
-            f"got {len(captions)} captions and vocab_size {vocab_size}: give one caption at least and 400 tokens or more"
+            f"got {len(captions)} captions and vocab_size {vocab_size}: give at least one caption and 400 tokens"
         )
     trained = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     trained.normalizer = normalizers.Replace(" ", "▁")
