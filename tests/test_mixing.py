@@ -21,7 +21,9 @@ from mhla_diffusion.mixing import (
 @pytest.mark.parametrize("block_grid", [(1,), (1, 1, 1), (2,), (4, 4), (3, 5, 10)])
 def test_rows_of_every_initialisation_sum_to_one(init, block_grid):
     matrix = initial_mixing(block_grid, init=init, dtype=torch.float64)
-    assert matrix.min() >= 0 and torch.allclose(matrix.sum(dim=1), torch.ones(len(matrix), dtype=torch.float64))
+    assert matrix.min() >= 0 and torch.allclose(
+        matrix.sum(dim=1), torch.ones(len(matrix), dtype=torch.float64)
+    )
     if math.prod(block_grid) == 1:
         assert matrix.tolist() == [[1.0]]
 
@@ -130,7 +132,9 @@ def test_clip_bounds_the_weights_and_never_empties_a_row():
     mixing = BlockMixing((4,))
     with torch.no_grad():
         mixing.weight.copy_(
-            torch.tensor([[-1.0, 0.5, 2.0, 0.1], [-3.0, -1.0, -2.0, -4.0], [0, 0, 0, 0], [0.1, 0.2, 0.3, 0.4]])
+            torch.tensor(
+                [[-1.0, 0.5, 2.0, 0.1], [-3.0, -1.0, -2.0, -4.0], [0, 0, 0, 0], [0.1, 0.2, 0.3, 0.4]]
+            )
         )
     before = mixing.weight
     mixing.clip_()
