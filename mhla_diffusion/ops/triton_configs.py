@@ -1,7 +1,7 @@
 """Launch configurations of the Triton kernels, by GPU generation, head dim and dtype.
 
 A small fixed table instead of autotuning: the first call is fast and every run takes the same kernel. The first entry
-that a GPU can launch is used; `smaller` derives the steps down from it.
+that a GPU can launch is used; `smaller` derives the steps down from it. Blocks shorter than a tile take a shorter tile.
 """
 
 from __future__ import annotations
@@ -44,6 +44,16 @@ _TABLE = {
 }
 
 
+def fitted(config: Config, padded_dim: int, block_size: int) -> Config:
+    """A tile no longer than the block needs, with fewer warps where it holds little."""
+    tokens = max(16, 1 << (block_size - 1).bit_length())  # tl.dot takes at least 16
+    if tokens >= config.BN:
+        return config
+    # 1024 elements per warp, of the larger of the token tile and the state tile: 32 registers of a thread.
+    warps = padded_dim * max(tokens, config.BV) // 1024
+    return config._replace(BN=tokens, num_warps=min(config.num_warps, max(1, warps)))
+
+
 def smaller(config: Config) -> Config | None:
     """The next configuration down in shared memory, or None at the bottom."""
     if config.num_stages > 1:
@@ -55,17 +65,19 @@ def smaller(config: Config) -> Config | None:
     return None
 
 
-def launch_configs(generation: int, dot_bits: int, padded_dim: int) -> list[Config]:
+def launch_configs(generation: int, dot_bits: int, padded_dim: int, block_size: int) -> list[Config]:
     """Configurations to try in order, the preferred one first.
 
     Args:
         generation: CUDA compute capability's major number (0 under the interpreter, which takes any).
         dot_bits: 16 for bf16 operands, 32 for float32 and tf32.
         padded_dim: the larger of the key and value head dims, rounded up to a power of two, 16 to 256.
+        block_size: tokens of the longest block.
     """
-    config: Config | None = _TABLE[
-        9 if generation >= 9 or generation == 0 else 8, dot_bits, max(padded_dim, 32)
-    ]
+    padded_dim = max(padded_dim, 32)
+    config: Config | None = fitted(
+        _TABLE[9 if generation >= 9 or generation == 0 else 8, dot_bits, padded_dim], padded_dim, block_size
+    )
     configs = []
     while config is not None:
         configs.append(config)

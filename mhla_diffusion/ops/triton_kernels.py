@@ -10,6 +10,12 @@ feature map because phi(0) = eps. A state row holds S (D x Dv), then z (D): `(B,
 
 DOT says how dot products are taken: "ieee" full float32, "tf32" for float16 inputs (its range never overflows),
 "bf16" with float32 accumulation. States keep more than bf16's 8 bits: they enter as a high and a low bf16 part.
+
+A program takes a run of token tiles. Where a block is one tile the trip count is a constant 1: no loop, no pipeline.
+Longer runs are pipelined (num_stages), the table's ids and the rows they point at. Rows of padding are computed as they
+come, a division by zero among them, and never stored: patching them by `real` after the dot product as well makes
+Triton 3.6 place a copy of that mask behind its first use in the pipelined loop, and the kernel does not compile (3.8
+compiles it). `tests/ops/compile_kernels.py` checks such things without a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +26,8 @@ import triton.language as tl
 __all__ = ["pull_back_kernel", "read_out_kernel", "summarise_kernel"]
 
 
-# Sizes that change from call to call: specialising on them would compile again for each token grid.
+# Sizes that change from call to call: specialising on them would compile again for each token grid. No access is wider
+# for knowing their alignment, channels alone are contiguous.
 _SIZES = ["num_tokens", "num_blocks", "block_size", "heads"]
 
 
@@ -76,13 +83,13 @@ def _dot_state(a, state, DOT: tl.constexpr):
         return tl.dot(a, state, input_precision=DOT)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def summarise_kernel(
     x_ptr, y_ptr, table_ptr, cos_ptr, sin_ptr, y_scale_ptr, mass_weight_ptr, state_ptr,
     x_stride_b, x_stride_n, x_stride_h, y_stride_b, y_stride_n, y_stride_h,
     num_tokens, num_blocks, block_size, state_size, heads, feature_eps,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
-    HAS_ROPE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_ROWS: tl.constexpr, DOT: tl.constexpr,
+    ONE_TILE: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_MASS: tl.constexpr, HAS_ROWS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Program (batch * head * block, value tile). x (B, N, H, D), y (B, N, H, Dv), row weights (B, N, H)."""
     row = tl.program_id(0)
@@ -96,7 +103,7 @@ def summarise_kernel(
 
     summary = tl.zeros((BD, BV), dtype=tl.float32)
     mass = tl.zeros((BD,), dtype=tl.float32)
-    for start in range(0, block_size, BN):
+    for start in range(0, BN if ONE_TILE else block_size, BN):
         token, real = _slots(table_ptr, block, start, block_size, num_tokens, BN)
         inside = real[:, None] & (d < D)[None, :]
         x = tl.load(x_ptr + token[:, None] * x_stride_n + d[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -123,7 +130,7 @@ def summarise_kernel(
             tl.store(state_ptr + D * DV + d, mass, mask=d < D)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def read_out_kernel(
     x_ptr, table_ptr, cos_ptr, sin_ptr, state_ptr, out_ptr,
     x_stride_b, x_stride_n, x_stride_h,
@@ -147,8 +154,8 @@ def read_out_kernel(
         mass = tl.load(state_ptr + D * DV + d, mask=d < D, other=0.0)
 
     first = tl.program_id(2) * (TILES * BN)
-    for start in range(first, tl.minimum(first + TILES * BN, block_size), BN):
-        token, real = _slots(table_ptr, block, start, block_size, num_tokens, BN)
+    for tile in range(0, 1 if TILES == 1 else tl.minimum(TILES, tl.cdiv(block_size - first, BN))):
+        token, real = _slots(table_ptr, block, first + tile * BN, block_size, num_tokens, BN)
         inside = real[:, None] & (d < D)[None, :]
         x = tl.load(x_ptr + token[:, None] * x_stride_n + d[None, :], mask=inside, other=0.0).to(tl.float32)
         phi = _features(x, inside, feature_eps)
@@ -159,12 +166,12 @@ def read_out_kernel(
         out = _dot_state(turned, state, DOT)
         if DIVIDE:
             denominator = tl.sum(phi * mass[None, :], axis=1) + denominator_eps
-            out = out / tl.where(real, denominator, 1.0)[:, None]
+            out = out / denominator[:, None]
         offset = ((batch * num_tokens + token) * heads + head)[:, None] * DV + e[None, :]
         tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=real[:, None] & (e < DV)[None, :])
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def pull_back_kernel(
     x_ptr, grad_ptr, table_ptr, cos_ptr, sin_ptr, state_ptr, dx_ptr, y_scale_ptr, mass_weight_ptr,
     x_stride_b, x_stride_n, x_stride_h, grad_stride_b, grad_stride_n, grad_stride_h,
@@ -187,9 +194,9 @@ def pull_back_kernel(
     x_ptr += batch * x_stride_b + head * x_stride_h
     grad_ptr += batch * grad_stride_b + head * grad_stride_h
     state_ptr += row.to(tl.int64) * state_size
-    ONE_TILE: tl.constexpr = DV <= BV
+    ONE_STATE: tl.constexpr = DV <= BV
     e = tl.arange(0, BV)
-    if ONE_TILE:
+    if ONE_STATE:
         state = tl.load(
             state_ptr + d[:, None] * DV + e[None, :], mask=(d < D)[:, None] & (e < DV)[None, :], other=0.0
         )
@@ -197,21 +204,21 @@ def pull_back_kernel(
         mass = tl.load(state_ptr + D * DV + d, mask=d < D, other=0.0)
 
     first = tl.program_id(1) * (TILES * BN)
-    for start in range(first, tl.minimum(first + TILES * BN, block_size), BN):
-        token, real = _slots(table_ptr, block, start, block_size, num_tokens, BN)
+    for tile in range(0, 1 if TILES == 1 else tl.minimum(TILES, tl.cdiv(block_size - first, BN))):
+        token, real = _slots(table_ptr, block, first + tile * BN, block_size, num_tokens, BN)
         inside = real[:, None] & (d < D)[None, :]
         x = tl.load(x_ptr + token[:, None] * x_stride_n + d[None, :], mask=inside, other=0.0).to(tl.float32)
         if HAS_ROPE:
             cos, sin = _angles(cos_ptr, sin_ptr, token, real, D, BD)
         dphi = tl.zeros((BN, BD), dtype=tl.float32)
-        for tile in range(0, DV, BV):
-            within = real[:, None] & (tile + e < DV)[None, :]
-            offset = token[:, None] * grad_stride_n + (tile + e)[None, :]
+        for channel in range(0, DV, BV):
+            within = real[:, None] & (channel + e < DV)[None, :]
+            offset = token[:, None] * grad_stride_n + (channel + e)[None, :]
             grad = tl.load(grad_ptr + offset, mask=within, other=0.0).to(tl.float32)
-            if not ONE_TILE:
+            if not ONE_STATE:
                 state = tl.load(
-                    state_ptr + d[:, None] * DV + (tile + e)[None, :],
-                    mask=(d < D)[:, None] & (tile + e < DV)[None, :],
+                    state_ptr + d[:, None] * DV + (channel + e)[None, :],
+                    mask=(d < D)[:, None] & (channel + e < DV)[None, :],
                     other=0.0,
                 )
             dphi += _dot_state(grad, tl.trans(state), DOT)
@@ -220,7 +227,7 @@ def pull_back_kernel(
             turned = phi
             if HAS_ROPE:
                 turned = _rotate(phi, cos, sin, BN, BD)
-            inverse = 1.0 / tl.where(real, tl.sum(phi * mass[None, :], axis=1) + denominator_eps, 1.0)
+            inverse = 1.0 / (tl.sum(phi * mass[None, :], axis=1) + denominator_eps)
             dden = -tl.sum(turned * dphi, axis=1) * inverse * inverse
             rows = (batch * num_tokens + token) * heads + head
             tl.store(y_scale_ptr + rows, inverse, mask=real)
