@@ -6,9 +6,10 @@ that a GPU can launch is used; `smaller` derives the steps down from it. Blocks 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
-__all__ = ["Config", "launch_configs"]
+__all__ = ["Config", "launch_configs", "padded"]
 
 
 class Config(NamedTuple):
@@ -44,9 +45,14 @@ _TABLE = {
 }
 
 
+def padded(size: int) -> int:
+    """The next power of two, at least 16: tl.dot needs that much on every side."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 def fitted(config: Config, padded_dim: int, block_size: int) -> Config:
     """A tile no longer than the block needs, with fewer warps where it holds little."""
-    tokens = max(16, 1 << (block_size - 1).bit_length())  # tl.dot takes at least 16
+    tokens = padded(block_size)
     if tokens >= config.BN:
         return config
     # 1024 elements per warp, of the larger of the token tile and the state tile: 32 registers of a thread.
@@ -65,7 +71,8 @@ def smaller(config: Config) -> Config | None:
     return None
 
 
-def launch_configs(generation: int, dot_bits: int, padded_dim: int, block_size: int) -> list[Config]:
+@cache  # every launch asks
+def launch_configs(generation: int, dot_bits: int, padded_dim: int, block_size: int) -> tuple[Config, ...]:
     """Configurations to try in order, the preferred one first.
 
     Args:
@@ -82,4 +89,4 @@ def launch_configs(generation: int, dot_bits: int, padded_dim: int, block_size: 
     while config is not None:
         configs.append(config)
         config = smaller(config)
-    return configs
+    return tuple(configs)

@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from . import fallback
 from .partition import Partition
-from .triton_configs import Config, launch_configs
+from .triton_configs import Config, launch_configs, padded
 from .triton_kernels import pull_back_kernel, read_out_kernel, summarise_kernel
 
 __all__ = ["pull_back", "read_out", "summarise"]
@@ -86,7 +86,7 @@ def _start(
     options: what else the kernel is compiled for, so that one variant's failure does not slow the others down.
     """
     dot_bits = 16 if x.dtype == torch.bfloat16 else 32
-    padded_dim = triton.next_power_of_2(max(x.shape[-1], value_dim))
+    padded_dim = padded(max(x.shape[-1], value_dim))
     configs = launch_configs(_generation(x), dot_bits, padded_dim, part.block_size)
     key = (
         name,
@@ -133,8 +133,8 @@ def _angles(rope, x: torch.Tensor):
     return (x, x) if rope is None else tuple(angle.float().contiguous() for angle in rope)
 
 
-def _padded(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))  # tl.dot needs at least 16 on every side
+def _ceil(size: int, step: int) -> int:
+    return -(-size // step)
 
 
 def _tiles(part: Partition, config: Config) -> int:
@@ -154,13 +154,13 @@ def summarise(x, y, part: Partition, rope, feature_eps: float, *, mass: bool, ro
     scale, weight = (x, x) if rows is None else rows
 
     def start(config: Config) -> None:
-        grid = (batch * heads * part.num_blocks, triton.cdiv(value_dim, config.BV))
+        grid = (batch * heads * part.num_blocks, _ceil(value_dim, config.BV))
         launch(
             summarise_kernel, grid, config,
             x, y, part.table, *_angles(rope, x), scale, weight, state,
             *x.stride()[:3], *y.stride()[:3],
             part.num_tokens, part.num_blocks, part.block_size, size, heads, feature_eps,
-            D=dim, DV=value_dim, BD=_padded(dim), ONE_TILE=part.block_size <= config.BN,
+            D=dim, DV=value_dim, BD=padded(dim), ONE_TILE=part.block_size <= config.BN,
             HAS_ROPE=rope is not None, HAS_MASS=mass, HAS_ROWS=rows is not None, DOT=_DOT[x.dtype],
         )  # fmt: skip
 
@@ -181,14 +181,14 @@ def read_out(
 
     def start(config: Config) -> None:
         tiles = _tiles(part, config)
-        runs = triton.cdiv(part.block_size, config.BN * tiles)
-        grid = (batch * heads * part.num_blocks, triton.cdiv(value_dim, config.BV), runs)
+        runs = _ceil(part.block_size, config.BN * tiles)
+        grid = (batch * heads * part.num_blocks, _ceil(value_dim, config.BV), runs)
         launch(
             read_out_kernel, grid, config,
             x, part.table, *_angles(rope, x), state, out,
             *x.stride()[:3],
             part.num_tokens, part.num_blocks, part.block_size, state.shape[-1], heads, feature_eps, denominator_eps,
-            D=dim, DV=value_dim, BD=_padded(dim), TILES=tiles,
+            D=dim, DV=value_dim, BD=padded(dim), TILES=tiles,
             HAS_ROPE=rope is not None, DIVIDE=divide, DOT=_DOT[x.dtype],
         )  # fmt: skip
 
@@ -219,13 +219,13 @@ def pull_back(
 
     def start(config: Config) -> None:
         tiles = _tiles(part, config)
-        grid = (batch * heads * part.num_blocks, triton.cdiv(part.block_size, config.BN * tiles))
+        grid = (batch * heads * part.num_blocks, _ceil(part.block_size, config.BN * tiles))
         launch(
             pull_back_kernel, grid, config,
             x, grad, part.table, *_angles(rope, x), state, dx, scale, weight,
             *x.stride()[:3], *grad.stride()[:3],
             part.num_tokens, part.num_blocks, part.block_size, state.shape[-1], heads, feature_eps, denominator_eps,
-            D=dim, DV=value_dim, BD=_padded(dim), TILES=tiles,
+            D=dim, DV=value_dim, BD=padded(dim), TILES=tiles,
             HAS_ROPE=rope is not None, DIVIDE=role == "divide", ADD_MASS=role == "add_mass", DOT=_DOT[x.dtype],
         )  # fmt: skip
 
