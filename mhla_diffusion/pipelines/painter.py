@@ -18,6 +18,8 @@ from mhla_diffusion.pipelines.sana import BINNED_SAMPLE_SIZES, FiniteWatch, MHLA
 from mhla_diffusion.provenance import versions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Its lists of resolutions are in pixels, for autoencoders of this factor.
+BINNED_VAE_FACTOR = 32
 # What the stock SANA pipeline wants of a size, whatever its autoencoder needs.
 STOCK_SIZE_MULTIPLE = 32
 
@@ -60,10 +62,11 @@ class Painter:
         """What the stock pipeline must be told and ours does by itself."""
         if isinstance(self.pipe, MHLASanaPipeline):
             return {}
+        # It has lists of resolutions for some sample sizes, and fails for the others unless told not to.
+        known = self.pipe.transformer.config.sample_size in BINNED_SAMPLE_SIZES
         return {
             "callback_on_step_end": FiniteWatch(None, ["latents"]),
-            # It has lists of resolutions for some sample sizes and fails for the others unless told not to.
-            "use_resolution_binning": self.pipe.transformer.config.sample_size in BINNED_SAMPLE_SIZES,
+            "use_resolution_binning": known and self.pipe.vae_scale_factor == BINNED_VAE_FACTOR,
         }
 
     def values(self, request: Request) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from PIL import Image
 
 from mhla_diffusion.models.convert import convert
 from mhla_diffusion.pipelines.generation import generate
+from mhla_diffusion.pipelines.painter import Painter
 from mhla_diffusion.pipelines.pictures import read_settings
 from mhla_diffusion.pipelines.sana import MHLASanaPipeline
 
@@ -123,6 +124,13 @@ def test_a_prompt_that_fails_while_it_is_drawn_does_not_lose_its_batch(folder, t
     assert list(report.drawn) == [0, 2]
     assert list(report.failed) == [1] and "NaN" in report.failed[1]
     assert len(list((tmp_path / "out").iterdir())) == 4
+
+
+def test_a_stock_pipeline_with_a_small_autoencoder_is_not_drawn_at_512_pixels(tmp_path):
+    """Stock SANA takes sample size 16 for 512 px, which holds for autoencoders of factor 32 only."""
+    tiny_sana.stock_pipeline(tiny_sana.stock_transformer(sample_size=16)).save_pretrained(tmp_path / "toy")
+    painter = Painter(tmp_path / "toy", "", torch.device("cpu"), "float32")
+    assert painter.defaults["height"] == 64 and not painter.stock_arguments()["use_resolution_binning"]
 
 
 def test_stock_pipelines_draw_too(tmp_path):
