@@ -104,6 +104,24 @@ def test_what_is_imported_is_declared():
     assert imported("tests/") <= requirements(*PROJECT["optional-dependencies"]).keys()
 
 
+def test_what_a_module_imports_when_it_is_imported_needs_no_extra():
+    """`mhla train` works with the package alone; what an extra brings is imported where it is used."""
+    names = set()
+    for path in (ROOT / "mhla_diffusion").rglob("*.py"):
+        if path.name == "tokenizer.py":  # only train/emoji_base.py uses it, to make a new pipeline
+            continue
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add((node.module or "").partition(".")[0])
+    names -= {
+        "mhla_diffusion",
+        "triton",
+    } | sys.stdlib_module_names  # triton comes with torch, where there is one
+    assert {canonicalize_name(DISTRIBUTION_OF.get(name, name)) for name in names} <= requirements().keys()
+
+
 def test_what_is_declared_is_used():
     declared = requirements(*PROJECT["optional-dependencies"]).keys() - NOT_IMPORTED
     assert declared <= imported("mhla_diffusion/", "train/", "eval/", "tests/")
