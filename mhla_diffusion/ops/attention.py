@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .backends import choose_backend
-from .eager import eager_core
+from .eager import eager_core, epilogue
 from .partition import Partition, grid_partition, table_partition
 from .reference import reference_attention
 
@@ -219,23 +219,10 @@ def mhla_attention(
     out_dtype = torch.promote_types(q.dtype, torch.float32) if fused else q.dtype
     core = _triton_core if name == "triton" else eager_core
     out = core(q, k, v, mixing, query, key, rope=rope, key_rope=key_rope, out_dtype=out_dtype, **options)
-    return _epilogue(out, norm_weight, norm_eps, gate, local).to(q.dtype) if fused else out
+    return epilogue(out, norm_weight, norm_eps, gate, None, local).to(q.dtype) if fused else out
 
 
 def _triton_core(*args, **kwargs) -> torch.Tensor:
     from .registration import triton_core
 
     return triton_core(*args, **kwargs)
-
-
-def _epilogue(out: torch.Tensor, norm_weight, norm_eps: float, gate, local) -> torch.Tensor:
-    """Per-head RMSNorm, gate, local branch: in float32, before the one rounding to the model's dtype."""
-    if norm_weight is not None:
-        out = (
-            out * torch.rsqrt(out.square().mean(dim=-1, keepdim=True) + norm_eps) * norm_weight.to(out.dtype)
-        )
-    if gate is not None:
-        out = out * gate.to(out.dtype)
-    if local is not None:
-        out = out + local.to(out.dtype)
-    return out

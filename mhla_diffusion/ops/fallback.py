@@ -10,7 +10,7 @@ import torch
 from .eager import features, from_blocks, mask_padding, rotate, to_blocks
 from .partition import Partition
 
-__all__ = ["pull_back", "read_out", "summarise"]
+__all__ = ["mix", "pull_back", "read_out", "summarise"]
 
 
 def summarise(x, y, part: Partition, rope, feature_eps: float, *, mass: bool, rows=None) -> torch.Tensor:
@@ -22,6 +22,12 @@ def summarise(x, y, part: Partition, rope, feature_eps: float, *, mass: bool, ro
         values, phi = values * scale, phi * weight
     summary = (turned.transpose(-1, -2) @ values).flatten(-2)
     return torch.cat((summary, phi.sum(dim=-2)), dim=-1) if mass else summary
+
+
+def mix(matrix: torch.Tensor, states: torch.Tensor, chunks: int) -> torch.Tensor:
+    if chunks > 1:
+        matrix = matrix.repeat_interleave(chunks, dim=-1)
+    return torch.matmul(matrix, states.float()).to(states.dtype)
 
 
 def _split(state: torch.Tensor, dim: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

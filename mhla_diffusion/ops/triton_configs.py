@@ -1,14 +1,15 @@
-"""Launch configurations of the Triton kernels, by GPU generation, head dim and dtype.
+"""Launch configurations of the Triton kernels, by kernel, GPU generation, head dim and dtype.
 
 A small fixed table instead of autotuning: the first call is fast and every run takes the same kernel. The first entry
-that a GPU can launch is used; `smaller` derives the steps down from it.
+that a GPU can launch is used; `smaller` derives the steps down from it. Generation 9 is Hopper and newer (228 KiB of
+shared memory), 8 everything before (100 to 164 KiB, 64 KiB on Turing).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Config", "launch_configs"]
+__all__ = ["Config", "MixConfig", "chunk_count", "head_group", "launch_configs", "mix_configs"]
 
 
 class Config(NamedTuple):
@@ -20,28 +21,44 @@ class Config(NamedTuple):
     num_stages: int
 
 
+class MixConfig(NamedTuple):
+    """Tiles of the mixing GEMM: BM blocks, BP places in a state, BN summed blocks (or places, for its gradient)."""
+
+    BM: int
+    BP: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
 # (generation, bits of the dot operands, largest of the padded head dims) -> configuration.
-# Generation 9 is Hopper and newer (228 KiB of shared memory), 8 everything before (100 to 164 KiB, 64 KiB on Turing).
 # A state tile is BD x BV float32 whatever the dtype, hence the narrow tiles at head dim 256; float32 dots run on the
 # ordinary cores and keep their operands in registers.
 _TABLE = {
     (9, 16, 32): Config(128, 32, 4, 2),
     (9, 16, 64): Config(64, 64, 4, 2),
-    (9, 16, 128): Config(64, 64, 8, 2),
+    (9, 16, 128): Config(64, 128, 8, 2),
     (9, 16, 256): Config(32, 32, 8, 1),
     (9, 32, 32): Config(64, 32, 4, 2),
     (9, 32, 64): Config(32, 32, 4, 2),
     (9, 32, 128): Config(32, 32, 8, 1),
     (9, 32, 256): Config(16, 16, 8, 1),
     (8, 16, 32): Config(64, 32, 4, 2),
-    (8, 16, 64): Config(64, 32, 4, 2),
-    (8, 16, 128): Config(32, 32, 4, 2),
+    (8, 16, 64): Config(64, 64, 4, 2),
+    (8, 16, 128): Config(32, 128, 8, 1),
     (8, 16, 256): Config(16, 32, 8, 1),
     (8, 32, 32): Config(32, 32, 4, 1),
     (8, 32, 64): Config(32, 32, 4, 1),
     (8, 32, 128): Config(16, 32, 8, 1),
     (8, 32, 256): Config(16, 16, 8, 1),
 }
+# The same key with a kernel's name in front, where that kernel wants something else.
+_BY_KERNEL = {
+    ("summarise", 9, 16, 128): Config(32, 128, 8, 3),
+    ("read_out", 9, 16, 128): Config(64, 128, 4, 2),
+}
+_MIX = {16: MixConfig(64, 128, 32, 4, 3), 32: MixConfig(32, 64, 32, 4, 2)}
+_MIX_GRADIENT = {16: MixConfig(64, 64, 64, 4, 3), 32: MixConfig(32, 32, 32, 4, 2)}
 
 
 def smaller(config: Config) -> Config | None:
@@ -55,19 +72,51 @@ def smaller(config: Config) -> Config | None:
     return None
 
 
-def launch_configs(generation: int, dot_bits: int, padded_dim: int) -> list[Config]:
+def launch_configs(generation: int, dot_bits: int, padded_dim: int, kernel: str = "") -> list[Config]:
     """Configurations to try in order, the preferred one first.
 
     Args:
         generation: CUDA compute capability's major number (0 under the interpreter, which takes any).
         dot_bits: 16 for bf16 operands, 32 for float32 and tf32.
         padded_dim: the larger of the key and value head dims, rounded up to a power of two, 16 to 256.
+        kernel: summarise, read_out or pull_back.
     """
-    config: Config | None = _TABLE[
-        9 if generation >= 9 or generation == 0 else 8, dot_bits, max(padded_dim, 32)
-    ]
+    key = (9 if generation >= 9 or generation == 0 else 8, dot_bits, max(padded_dim, 32))
+    config: Config | None = _BY_KERNEL.get((kernel, *key), _TABLE[key])
     configs = []
     while config is not None:
         configs.append(config)
         config = smaller(config)
     return configs
+
+
+def mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> list[MixConfig]:
+    """Tiles for `mix` or `mix_gradient`: no larger than the numbers of blocks ask for, then smaller ones."""
+    config = (_MIX if kernel == "mix" else _MIX_GRADIENT)[dot_bits]
+    config = config._replace(BM=min(config.BM, _tile(blocks)))
+    if kernel == "mix":
+        config = config._replace(BN=min(config.BN, _tile(summed)))
+    else:
+        config = config._replace(BP=min(config.BP, _tile(summed)))
+    narrow = config._replace(BP=min(config.BP, 32), num_stages=1)
+    return [config, narrow, narrow._replace(BN=16)]
+
+
+def _tile(length: int) -> int:
+    return 16 if length <= 16 else 32 if length <= 32 else 64 if length <= 64 else 128
+
+
+def head_group(heads: int, head_bytes: int) -> int:
+    """Heads that run side by side: all of them share the angles in L2, fewer leave their states there for the next step."""
+    for group in range(heads, 0, -1):
+        if heads % group == 0 and (group * head_bytes <= 20 << 20 or group <= 4):
+            return group
+    return 1
+
+
+def chunk_count(programs: int, block_size: int) -> int:
+    """Pieces that a block's tokens are cut into, so that few large blocks still fill the GPU: a power of two."""
+    chunks = 1
+    while programs * chunks < 264 and block_size > 512 * chunks and chunks < 64:
+        chunks *= 2
+    return chunks

@@ -1,7 +1,8 @@
-"""Launches the Triton kernels: output buffers, strides, and the way down when a GPU cannot take a configuration."""
+"""Launches the states form's kernels: output buffers, strides, and the way down when a GPU cannot take a configuration."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -10,29 +11,26 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from . import fallback
+from .angles import interleaved_angles
+from .eager import epilogue, normalise
 from .partition import Partition
-from .triton_configs import Config, launch_configs
-from .triton_kernels import pull_back_kernel, read_out_kernel, summarise_kernel
+from .states_backward import pull_back_kernel
+from .states_forward import read_out_kernel, rstd_kernel, summarise_kernel
+from .states_mixing import mix_gradient_kernel, mix_kernel
+from .triton_configs import Config, MixConfig, chunk_count, head_group, launch_configs, mix_configs
 
-__all__ = ["pull_back", "read_out", "summarise"]
+__all__ = ["Epilogue", "key_gradients", "mix", "mix_gradient", "query_gradients", "read_out", "summarise"]
 
-TILES = 4  # token tiles per program: a program loads its state once for all of them
 _DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "bf16"}
+_MIX_DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "split"}
 # Where a kernel stands in its list of configurations: (kernel, device, dtype, dims) -> index, past the end plain torch.
 _step: dict[tuple, int] = {}
 _warned: set[tuple] = set()
 
 
-def launch(kernel, grid: tuple[int, ...], config: Config, *args, **constants) -> None:
+def launch(kernel, grid: tuple[int, ...], config, *args, **constants) -> None:
     """The one place where a kernel starts."""
-    kernel[grid](
-        *args,
-        BN=config.BN,
-        BV=config.BV,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **constants,
-    )
+    kernel[grid](*args, **config._asdict(), **constants)
 
 
 def _warn_once(x: torch.Tensor, value_dim: int, outcome: str, error: OutOfResources | None) -> None:
@@ -47,12 +45,21 @@ def _warn_once(x: torch.Tensor, value_dim: int, outcome: str, error: OutOfResour
         )
 
 
-def _start(name: str, x: torch.Tensor, value_dim: int, start: Callable[[Config], None]) -> bool:
+@functools.cache
+def _generation(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+
+
+def _dot_bits(x: torch.Tensor) -> int:
+    return 16 if x.dtype == torch.bfloat16 else 32
+
+
+def _start(name: str, x: torch.Tensor, value_dim: int, start: Callable, configs: list | None = None) -> bool:
     """Start a kernel with the first configuration that fits. False: none does, so plain torch has to do it."""
-    generation = torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0
-    dot_bits = 16 if x.dtype == torch.bfloat16 else 32
-    configs = launch_configs(generation, dot_bits, triton.next_power_of_2(max(x.shape[-1], value_dim)))
-    key = (name, str(x.device), x.dtype, x.shape[-1], value_dim)
+    if configs is None:
+        widest = triton.next_power_of_2(max(x.shape[-1], value_dim))
+        configs = launch_configs(_generation(x.device), _dot_bits(x), widest, name)
+    key = (name, x.device, x.dtype, x.shape[-1], value_dim)
     error = None
     for step in range(_step.get(key, 0), len(configs)):
         _step[key] = step
@@ -81,102 +88,267 @@ def _new(part: Partition, shape: tuple[int, ...], dtype: torch.dtype, device: to
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _angles(rope, x: torch.Tensor):
-    # Without a rotation the kernel never reads the two pointers.
-    return (x, x) if rope is None else tuple(angle.float().contiguous() for angle in rope)
-
-
 def _padded(dim: int) -> int:
     return max(16, triton.next_power_of_2(dim))  # tl.dot needs at least 16 on every side
 
 
-def summarise(x, y, part: Partition, rope, feature_eps: float, *, mass: bool, rows=None) -> torch.Tensor:
-    """States `(B, H, M, D * Dv [+ D])` float32 of x (B, N, H, D) and y (B, N, H, Dv).
+class _Blocks:
+    """What every kernel over a block's tokens is told about them."""
 
-    mass: append z. rows: (scale of y, weight in z), float32 `(B, N, H)` each.
+    def __init__(self, part: Partition, x: torch.Tensor, *wide: int, whole_state: int):
+        batch, _, heads, _ = x.shape
+        self.table = x if part.layout is not None else part.table  # never read where there is a layout
+        self.chunks = chunk_count(batch * heads * part.num_blocks, part.block_size)
+        self.chunk_size = -(-part.block_size // self.chunks)
+        self.rows = part.num_blocks * self.chunks
+        self.programs = batch * heads * self.rows
+        self.numbers = (
+            part.num_tokens, part.num_blocks, part.block_size, self.chunks, self.chunk_size,
+            heads, head_group(heads, whole_state * part.num_blocks), *(part.layout or (1,) * 6),
+        )  # fmt: skip
+        self.constants = {
+            "TABLE": part.layout is None,
+            "WIDE": part.num_tokens * max(x.stride(1), *wide) >= 2**31,
+            "REVERSE": False,
+        }
+
+    def config(self, config: Config) -> Config:
+        # A table is one load that others wait for: Triton's pipeliner cannot take both into one loop.
+        return config._replace(num_stages=1) if self.constants["TABLE"] else config
+
+
+def _rope(rope, x: torch.Tensor) -> torch.Tensor:
+    return x if rope is None else interleaved_angles(rope, x)  # without a rotation the pointer is never read
+
+
+def _norm(norm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, int]:
+    """(rstd, weight, eps, NORM) of the RMSNorm before the feature map."""
+    if norm is None:
+        return x, x, 0.0, 0
+    weight, eps = norm
+    if weight.ndim == 1:
+        return x, weight.contiguous(), eps, 2
+    batch, tokens, heads, dim = x.shape
+    rows = x if x.stride(2) == dim else x.contiguous()
+    rstd = torch.empty(batch, tokens, dtype=torch.float32, device=x.device)
+    with torch.cuda.device_of(x):
+        rstd_kernel[(triton.cdiv(tokens, 4), batch)](
+            rows, rstd, rows.stride(0), rows.stride(1), tokens, heads * dim, eps, BN=4, BW=512, num_warps=4
+        )
+    return rstd, weight.contiguous(), eps, 1
+
+
+def summarise(
+    x, y, part: Partition, rope, feature_eps: float, *, mass: bool, rows=None, norm=None, state_dtype=torch.float32
+) -> torch.Tensor:
+    """States `(B, H, M * chunks, D * Dv [+ D])` of x (B, N, H, D) and y (B, N, H, Dv); chunks of a block side by side.
+
+    mass: append z. rows: (scale of y, weight in z), float32 `(B, N, H)` each. norm: (weight, eps), RMSNorm of x.
     """
     x, y = _unit_stride(x), _unit_stride(y)
     batch, _, heads, dim = x.shape
     value_dim = y.shape[-1]
     size = dim * value_dim + (dim if mass else 0)
-    state = torch.empty(batch, heads, part.num_blocks, size, dtype=torch.float32, device=x.device)
+    blocks = _Blocks(part, x, y.stride(1), whole_state=size * state_dtype.itemsize)
+    state = torch.empty(batch, heads, blocks.rows, size, dtype=state_dtype, device=x.device)
     scale, weight = (x, x) if rows is None else rows
+    rstd, norm_weight, norm_eps, kind = _norm(norm, x)
+    angles = _rope(rope, x)
 
     def start(config: Config) -> None:
-        grid = (batch * heads * part.num_blocks, triton.cdiv(value_dim, config.BV))
         launch(
-            summarise_kernel, grid, config,
-            x, y, part.table, *_angles(rope, x), scale, weight, state,
-            *x.stride()[:3], *y.stride()[:3],
-            part.num_tokens, part.num_blocks, part.block_size, size, heads, feature_eps,
-            D=dim, DV=value_dim, BD=_padded(dim),
-            HAS_ROPE=rope is not None, HAS_MASS=mass, HAS_ROWS=rows is not None, DOT=_DOT[x.dtype],
+            summarise_kernel, (blocks.programs, triton.cdiv(value_dim, config.BV)), blocks.config(config),
+            x, y, blocks.table, angles, rstd, norm_weight, scale, weight, state,
+            *x.stride()[:3], *y.stride()[:3], *blocks.numbers, feature_eps, norm_eps,
+            D=dim, DV=value_dim, BD=_padded(dim), ROPE=rope is not None, NORM=kind, MASS=mass,
+            ROWS=rows is not None, DOT=_DOT[x.dtype], **blocks.constants,
         )  # fmt: skip
 
     if not _start("summarise", x, value_dim, start):
-        return fallback.summarise(x, y, part, rope, feature_eps, mass=mass, rows=rows)
+        x = normalise(x, norm)
+        return fallback.summarise(x, y, part, rope, feature_eps, mass=mass, rows=rows).to(state_dtype)
     return state
 
 
+class Epilogue:
+    """What follows the read-out: RMSNorm of each head's output, gate (SiLU(gate + gate_bias) with a bias), local branch."""
+
+    def __init__(self, norm_weight=None, norm_eps: float = 1e-6, gate=None, gate_bias=None, local=None):
+        self.norm_weight, self.norm_eps, self.local = norm_weight, norm_eps, local
+        self.gate, self.gate_bias = gate, gate_bias
+
+    def __call__(self, out: torch.Tensor) -> torch.Tensor:
+        return epilogue(out, self.norm_weight, self.norm_eps, self.gate, self.gate_bias, self.local)
+
+
 def read_out(
-    x, state, value_dim: int, part: Partition, rope, feature_eps: float, *, divide: bool, denominator_eps: float,
-    out_dtype: torch.dtype,
+    x, state, value_dim: int, part: Partition, rope, feature_eps: float, *, divide: bool, mass: bool,
+    denominator_eps: float, out_dtype: torch.dtype, norm=None, after: Epilogue | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`(B, N, H, Dv)` contiguous in out_dtype: phi(x) S, divided by phi(x) . z + denominator_eps if `divide`."""
+    """`(B, N, H, Dv)` contiguous in out_dtype: phi(x) S, divided by phi(x) . z + denominator_eps if `divide`.
+
+    state `(B, H, M, D * Dv [+ D])`; mass: it ends in z. norm: (weight, eps), RMSNorm of x.
+    """
     x = _unit_stride(x)
     batch, tokens, heads, dim = x.shape
+    after = Epilogue() if after is None else after
     out = _new(part, (batch, tokens, heads, value_dim), out_dtype, x.device)
+    blocks = _Blocks(part, x, heads * value_dim, whole_state=state.shape[-1] * state.element_size())
+    gate, local = (x if y is None else _unit_stride(y) for y in (after.gate, after.local))
+    rstd, norm_weight, norm_eps, kind = _norm(norm, x)
+    out_weight = x if after.norm_weight is None else after.norm_weight.contiguous()
+    angles = _rope(rope, x)
 
     def start(config: Config) -> None:
-        runs = triton.cdiv(part.block_size, config.BN * TILES)
-        grid = (batch * heads * part.num_blocks, triton.cdiv(value_dim, config.BV), runs)
+        tiles = triton.cdiv(value_dim, config.BV)
+        if after.norm_weight is not None and tiles > 1:
+            raise OutOfResources(value_dim, config.BV, "value channels in one tile")
         launch(
-            read_out_kernel, grid, config,
-            x, part.table, *_angles(rope, x), state, out,
-            *x.stride()[:3],
-            part.num_tokens, part.num_blocks, part.block_size, state.shape[-1], heads, feature_eps, denominator_eps,
-            D=dim, DV=value_dim, BD=_padded(dim), TILES=TILES,
-            HAS_ROPE=rope is not None, DIVIDE=divide, DOT=_DOT[x.dtype],
+            read_out_kernel, (blocks.programs, tiles), blocks.config(config),
+            x, blocks.table, angles, rstd, norm_weight, state, out_weight, gate, local, out,
+            *x.stride()[:3], *gate.stride()[:3], *local.stride()[:3], *blocks.numbers,
+            feature_eps, norm_eps, denominator_eps, after.norm_eps, after.gate_bias or 0.0,
+            D=dim, DV=value_dim, BD=_padded(dim), ROPE=rope is not None, NORM=kind, DIVIDE=divide, MASS=mass,
+            OUT_NORM=after.norm_weight is not None,
+            GATE=0 if after.gate is None else 1 if after.gate_bias is None else 2,
+            LOCAL=after.local is not None, DOT=_state_dot(x, state), **blocks.constants,
         )  # fmt: skip
 
     if not _start("read_out", x, value_dim, start):
-        return fallback.read_out(
-            x, state, value_dim, part, rope, feature_eps,
-            divide=divide, denominator_eps=denominator_eps, out_dtype=out_dtype,
+        out = fallback.read_out(
+            normalise(x, norm), state.float(), value_dim, part, rope, feature_eps,
+            divide=divide, denominator_eps=denominator_eps, out_dtype=torch.float32,
         )  # fmt: skip
+        return after(out).to(out_dtype)
     return out
 
 
-def pull_back(
-    x, grad, state, part: Partition, rope, feature_eps: float, *, role: str, denominator_eps: float = 0.0
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-    """Gradient of x (B, N, H, D), contiguous in its dtype, from grad (B, N, H, Dv), through phi and the rotation.
+def _state_dot(x: torch.Tensor, state: torch.Tensor) -> str:
+    """bf16 inputs keep float32 states when asked to: their products are then taken as tf32."""
+    return "tf32" if x.dtype == torch.bfloat16 and state.dtype == torch.float32 else _DOT[x.dtype]
 
-    role: "plain" no denominator · "divide" x are queries with one; also returns the row weights (1 / den, d den),
-    float32 `(B, N, H)` each, for `summarise` · "add_mass" x are keys whose z has a gradient, kept in the state's tail.
-    """
-    x, grad = _unit_stride(x), _unit_stride(grad)
-    batch, tokens, heads, dim = x.shape
-    value_dim = grad.shape[-1]
-    dx = _new(part, (batch, tokens, heads, dim), x.dtype, x.device)
-    rows = None
-    if role == "divide":
-        rows = tuple(_new(part, (batch, tokens, heads), torch.float32, x.device) for _ in range(2))
-    scale, weight = (x, x) if rows is None else rows
 
-    def start(config: Config) -> None:
-        grid = (batch * heads * part.num_blocks, triton.cdiv(part.block_size, config.BN * TILES))
+def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: int) -> torch.Tensor:
+    """(Mq, Mk) or (H, Mq, Mk) float32 times states (B, H, Mk * chunks, K), in the states' dtype; x tells dtype and dims."""
+    batch, heads, columns, size = states.shape
+    rows = matrix.shape[-2]
+    chunks = columns // matrix.shape[-1]
+    mixed = torch.empty(batch, heads, rows, size, dtype=states.dtype, device=states.device)
+    kind = _MIX_DOT[x.dtype] if states.dtype == x.dtype else "tf32"
+
+    def start(config: MixConfig) -> None:
+        grid = (triton.cdiv(rows, config.BM) * triton.cdiv(size, config.BP), batch * heads)
         launch(
-            pull_back_kernel, grid, config,
-            x, grad, part.table, *_angles(rope, x), state, dx, scale, weight,
-            *x.stride()[:3], *grad.stride()[:3],
-            part.num_tokens, part.num_blocks, part.block_size, state.shape[-1], heads, feature_eps, denominator_eps,
-            D=dim, DV=value_dim, BD=_padded(dim), TILES=TILES,
-            HAS_ROPE=rope is not None, DIVIDE=role == "divide", ADD_MASS=role == "add_mass", DOT=_DOT[x.dtype],
+            mix_kernel, grid, config, matrix, states, mixed,
+            matrix.stride(0) if matrix.ndim == 3 else 0, *matrix.stride()[-2:], heads, rows, columns, size,
+            CHUNKS=chunks, REVERSE=True, DOT=kind,
         )  # fmt: skip
 
-    if not _start("pull_back", x, value_dim, start):
-        return fallback.pull_back(
-            x, grad, state, part, rope, feature_eps, role=role, denominator_eps=denominator_eps
+    bits = 16 if kind == "split" else 32
+    if not _start("mix", x, value_dim, start, mix_configs("mix", bits, rows, columns)):
+        return fallback.mix(matrix, states, chunks)
+    return mixed
+
+
+def mix_gradient(left: torch.Tensor, right: torch.Tensor, matrix, x: torch.Tensor, value_dim: int) -> torch.Tensor:
+    """Gradient of the coefficients: <gradient of mixed state i, state j>, summed over batch (and heads), float32.
+
+    left (B, H, Mq * chunks, K), right (B, H, Mk * chunks, K); the result has the shape of `matrix`.
+    """
+    batch, heads, left_rows, size = left.shape
+    right_rows = right.shape[2]
+    kind = _MIX_DOT[x.dtype] if left.dtype == x.dtype else "tf32"
+    configs = mix_configs("mix_gradient", 16 if kind == "split" else 32, left_rows, right_rows)
+    tiles = triton.cdiv(left_rows, configs[0].BM) * triton.cdiv(right_rows, configs[0].BP)
+    parts = max(1, min(triton.cdiv(528, tiles * batch * heads), size // 1024))
+    run = triton.cdiv(triton.cdiv(size, parts), configs[0].BN) * configs[0].BN
+    parts = triton.cdiv(size, run)
+    out = torch.empty(batch, heads, parts, left_rows, right_rows, dtype=torch.float32, device=x.device)
+
+    def start(config: MixConfig) -> None:
+        grid = (
+            triton.cdiv(left_rows, config.BM) * triton.cdiv(right_rows, config.BP),
+            batch * heads * parts,
         )
-    return dx, rows
+        launch(
+            mix_gradient_kernel, grid, config, left, right, out, left_rows, right_rows, size, run, parts, DOT=kind
+        )
+
+    if not _start("mix_gradient", x, value_dim, start, configs):
+        out = (left.float() @ right.float().transpose(-1, -2))[:, :, None]
+    out = out.sum(dim=(0, 2) if matrix.ndim == 3 else (0, 1, 2))
+    rows, columns = matrix.shape[-2:]
+    return out.view(*out.shape[:-2], rows, left_rows // rows, columns, right_rows // columns).sum(dim=(-3, -1))
+
+
+def _pull_back(name, x, y, state, part, rope, feature_eps, *, mass, denominator_eps=0.0, state_dtype=torch.float32):
+    """(dx, second result of a fused kernel or None, row weights or None), or None when no configuration fits."""
+    x, y = _unit_stride(x), _unit_stride(y)
+    batch, tokens, heads, dim = x.shape
+    value_dim = y.shape[-1]
+    keys = name == "key_gradients"
+    blocks = _Blocks(part, x, y.stride(1), heads * dim, whole_state=state.shape[-1] * state.element_size())
+    dx = _new(part, (batch, tokens, heads, dim), x.dtype, x.device)
+    angles = _rope(rope, x)
+    results: list = [dx, None, None]
+
+    def start(config: Config) -> None:
+        fused = value_dim <= config.BV
+        own = scale = weight = x
+        results[1:] = None, None
+        if fused and keys:
+            own = results[1] = _new(part, (batch, tokens, heads, value_dim), y.dtype, x.device)
+        elif fused:
+            own = results[1] = torch.empty(
+                batch, heads, blocks.rows, state.shape[-1], dtype=state_dtype, device=x.device
+            )
+        elif mass and not keys:
+            results[2] = tuple(_new(part, (batch, tokens, heads), torch.float32, x.device) for _ in range(2))
+            scale, weight = results[2]
+        launch(
+            pull_back_kernel, (blocks.programs,), blocks.config(config),
+            x, y, blocks.table, angles, state, dx, own, scale, weight,
+            *x.stride()[:3], *y.stride()[:3], *blocks.numbers, feature_eps, denominator_eps,
+            D=dim, DV=value_dim, BD=_padded(dim), ROPE=rope is not None, MASS=mass, KEYS=keys, FUSED=fused,
+            DOT=_state_dot(x, state), **blocks.constants,
+        )  # fmt: skip
+
+    return results if _start(name, x, value_dim, start) else None
+
+
+def query_gradients(
+    q, grad, mixed, part: Partition, rope, feature_eps: float, *, mass: bool, denominator_eps: float, state_dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dq (B, N, H, D) and the gradient of the mixed states, `(B, H, M * chunks, D * Dv [+ D])`."""
+    options = {"mass": mass, "denominator_eps": denominator_eps}
+    found = _pull_back(
+        "query_gradients", q, grad, mixed, part, rope, feature_eps, state_dtype=state_dtype, **options
+    )
+    if found is None:
+        role = "divide" if mass else "plain"
+        dq, rows = fallback.pull_back(
+            q, grad, mixed.float(), part, rope, feature_eps, role=role, denominator_eps=denominator_eps
+        )
+        found = dq, None, rows
+    dq, dmixed, rows = found
+    if dmixed is None:
+        dmixed = summarise(q, grad, part, rope, feature_eps, mass=mass, rows=rows, state_dtype=state_dtype)
+    return dq, dmixed
+
+
+def key_gradients(
+    k, v, dstate, part: Partition, rope, feature_eps: float, *, mass: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dk (B, N, H, D) and dv (B, N, H, Dv) from the gradient of the states, `(B, H, M, D * Dv [+ D])`."""
+    found = _pull_back("key_gradients", k, v, dstate, part, rope, feature_eps, mass=mass)
+    if found is None:
+        role = "add_mass" if mass else "plain"
+        dk, _ = fallback.pull_back(k, v, dstate.float(), part, rope, feature_eps, role=role)
+        found = dk, None, None
+    dk, dv, _ = found
+    if dv is None:
+        dv = read_out(
+            k, dstate, v.shape[-1], part, rope, feature_eps,
+            divide=False, mass=mass, denominator_eps=0.0, out_dtype=v.dtype,
+        )  # fmt: skip
+    return dk, dv
