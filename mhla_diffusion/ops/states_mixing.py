@@ -9,20 +9,46 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["mix_gradient_kernel", "mix_kernel"]
+__all__ = ["mix_gradient_kernel", "mix_kernel", "spread_kernel"]
 
-_SIZES = ["heads", "rows", "columns", "size", "run", "left_rows", "right_rows", "parts"]
+_SIZES = ["heads", "rows", "columns", "left_rows", "right_rows", "parts", "padded_rows", "chunks"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def spread_kernel(
+    m_ptr, out_ptr, stride_h, stride_row, stride_column, rows, columns, chunks, padded_rows, matrices,
+    WIDTH: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Coefficients as `mix_kernel` wants them: zero-padded, each column once for every chunk of its block.
+
+    Program (row, matrix). out `(matrices, padded_rows, WIDTH)`; SPLIT: the high bfloat16 parts, then the low ones.
+    """
+    row = tl.program_id(0)
+    matrix = tl.program_id(1)
+    column = tl.arange(0, WIDTH)
+    m = tl.load(
+        m_ptr + matrix * stride_h + row * stride_row + (column // chunks) * stride_column,
+        mask=(row < rows) & (column < columns),
+        other=0.0,
+    )
+    out_ptr += (matrix * padded_rows + row) * WIDTH + column
+    if SPLIT:
+        high = m.to(tl.bfloat16)
+        tl.store(out_ptr, high)
+        tl.store(out_ptr + matrices * padded_rows * WIDTH, (m - high.to(tl.float32)).to(tl.bfloat16))
+    else:
+        tl.store(out_ptr, m)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def mix_kernel(
-    m_ptr, state_ptr, out_ptr, m_stride_h, m_stride_row, m_stride_column, heads, rows, columns, size,
-    CHUNKS: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, REVERSE: tl.constexpr,
-    DOT: tl.constexpr,
+    m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+    REVERSE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """out (B, H, rows, size) = m (rows, columns / CHUNKS) states (B, H, columns, size).
+    """out (B, H, rows, SIZE) = m (rows, columns) states (B, H, columns, SIZE), m as `spread_kernel` leaves it.
 
-    Program (row tile fastest, size tile; batch and head). CHUNKS consecutive states belong to one column of m.
+    Program (row tile fastest, tile of the state; batch and head). low_part: where m's low parts begin.
     """
     tiles = tl.cdiv(rows, BM)
     line = tl.program_id(1)
@@ -30,63 +56,58 @@ def mix_kernel(
         line = tl.num_programs(1) - 1 - line
     row = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
     place = tl.program_id(0) // tiles * BP + tl.arange(0, BP)
-    m_ptr += line % heads * m_stride_h
-    state_ptr += line.to(tl.int64) * columns * size
-    out_ptr += line.to(tl.int64) * rows * size
+    m_ptr += line % heads * stride_h
+    state_ptr += line.to(tl.int64) * columns * SIZE
+    out_ptr += line.to(tl.int64) * rows * SIZE
     mixed = tl.zeros((BM, BP), dtype=tl.float32)
     for start in range(0, columns, BN):
         column = start + tl.arange(0, BN)
-        m = tl.load(
-            m_ptr + row[:, None] * m_stride_row + (column // CHUNKS)[None, :] * m_stride_column,
-            mask=(row < rows)[:, None] & (column < columns)[None, :],
-            other=0.0,
-        )
+        offset = row[:, None] * WIDTH + column[None, :]
         state = tl.load(
-            state_ptr + column[:, None] * size + place[None, :],
-            mask=(column < columns)[:, None] & (place < size)[None, :],
+            state_ptr + column[:, None] * SIZE + place[None, :],
+            mask=(column < columns)[:, None] & (place < SIZE)[None, :],
             other=0.0,
         )
+        m = tl.load(m_ptr + offset)
         if DOT == "split":
-            high = m.to(tl.bfloat16)
-            mixed = tl.dot(high, state, mixed)
-            mixed = tl.dot((m - high.to(tl.float32)).to(tl.bfloat16), state, mixed)
+            mixed = tl.dot(m, state, mixed)
+            mixed = tl.dot(tl.load(m_ptr + low_part + offset), state, mixed)
         else:
             mixed = tl.dot(m, state.to(tl.float32), mixed, input_precision=DOT)
     tl.store(
-        out_ptr + row[:, None] * size + place[None, :],
+        out_ptr + row[:, None] * SIZE + place[None, :],
         mixed.to(out_ptr.dtype.element_ty),
-        mask=(row < rows)[:, None] & (place < size)[None, :],
+        mask=(row < rows)[:, None] & (place < SIZE)[None, :],
     )
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def mix_gradient_kernel(
-    left_ptr, right_ptr, out_ptr, left_rows, right_rows, size, run, parts,
-    BM: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr,
+    left_ptr, right_ptr, out_ptr, left_rows, right_rows, parts,
+    SIZE: tl.constexpr, RUN: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """out (B * H, parts, left_rows, right_rows) float32: sums of left (.., left_rows, size) right^T over runs of `size`.
+    """out (B * H, parts, left_rows, right_rows) float32: left (.., left_rows, SIZE) right^T, summed over runs of RUN.
 
-    Program (right tile, left tile; batch, head and part). The parts are added up afterwards, in a fixed order.
+    Program (right tile fastest, left tile; batch, head and part). The parts are added up afterwards, in a fixed order.
     """
     tiles = tl.cdiv(right_rows, BP)
     line = (tl.program_id(1) // parts).to(tl.int64)
-    low = tl.program_id(1) % parts * run
+    low = tl.program_id(1) % parts * RUN
     row = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
     column = tl.program_id(0) % tiles * BP + tl.arange(0, BP)
-    left_ptr += line * left_rows * size
-    right_ptr += line * right_rows * size
+    left_ptr += line * left_rows * SIZE
+    right_ptr += line * right_rows * SIZE
     total = tl.zeros((BM, BP), dtype=tl.float32)
-    end = tl.minimum(size, low + run)
-    for start in range(low, end, BN):
-        place = start + tl.arange(0, BN)
+    for start in range(0, RUN, BN):
+        place = low + start + tl.arange(0, BN)
         left = tl.load(
-            left_ptr + row[:, None] * size + place[None, :],
-            mask=(row < left_rows)[:, None] & (place < end)[None, :],
+            left_ptr + row[:, None] * SIZE + place[None, :],
+            mask=(row < left_rows)[:, None] & (place < SIZE)[None, :],
             other=0.0,
         )
         right = tl.load(
-            right_ptr + column[:, None] * size + place[None, :],
-            mask=(column < right_rows)[:, None] & (place < end)[None, :],
+            right_ptr + column[:, None] * SIZE + place[None, :],
+            mask=(column < right_rows)[:, None] & (place < SIZE)[None, :],
             other=0.0,
         )
         if DOT == "split":

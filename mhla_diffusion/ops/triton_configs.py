@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Config", "MixConfig", "chunk_count", "head_group", "launch_configs", "mix_configs"]
+__all__ = ["Config", "MixConfig", "Warps", "chunk_count", "head_group", "launch_configs", "mix_configs"]
 
 
 class Config(NamedTuple):
@@ -19,6 +19,12 @@ class Config(NamedTuple):
     BV: int
     num_warps: int
     num_stages: int
+
+
+class Warps(NamedTuple):
+    """Of a kernel that has nothing else to choose."""
+
+    num_warps: int
 
 
 class MixConfig(NamedTuple):
@@ -55,10 +61,12 @@ _TABLE = {
 # The same key with a kernel's name in front, where that kernel wants something else.
 _BY_KERNEL = {
     ("summarise", 9, 16, 128): Config(32, 128, 8, 3),
-    ("read_out", 9, 16, 128): Config(64, 128, 4, 2),
+    ("read_out", 9, 16, 128): Config(64, 128, 4, 3),
+    ("query_gradients", 9, 16, 128): Config(64, 128, 8, 3),
+    ("key_gradients", 9, 16, 128): Config(64, 128, 8, 3),
 }
-_MIX = {16: MixConfig(64, 128, 32, 4, 3), 32: MixConfig(32, 64, 32, 4, 2)}
-_MIX_GRADIENT = {16: MixConfig(64, 64, 64, 4, 3), 32: MixConfig(32, 32, 32, 4, 2)}
+_MIX = {16: MixConfig(64, 256, 32, 4, 3), 32: MixConfig(32, 64, 32, 4, 2)}
+_MIX_GRADIENT = {16: MixConfig(64, 64, 64, 4, 4), 32: MixConfig(32, 32, 32, 4, 2)}
 
 
 def smaller(config: Config) -> Config | None:
@@ -79,7 +87,7 @@ def launch_configs(generation: int, dot_bits: int, padded_dim: int, kernel: str 
         generation: CUDA compute capability's major number (0 under the interpreter, which takes any).
         dot_bits: 16 for bf16 operands, 32 for float32 and tf32.
         padded_dim: the larger of the key and value head dims, rounded up to a power of two, 16 to 256.
-        kernel: summarise, read_out or pull_back.
+        kernel: summarise, read_out, query_gradients or key_gradients.
     """
     key = (9 if generation >= 9 or generation == 0 else 8, dot_bits, max(padded_dim, 32))
     config: Config | None = _BY_KERNEL.get((kernel, *key), _TABLE[key])

@@ -11,13 +11,13 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from . import fallback
-from .angles import interleaved_angles
+from .derived import derived, interleaved_angles
 from .eager import epilogue, normalise
 from .partition import Partition
 from .states_backward import pull_back_kernel
 from .states_forward import read_out_kernel, rstd_kernel, summarise_kernel
-from .states_mixing import mix_gradient_kernel, mix_kernel
-from .triton_configs import Config, MixConfig, chunk_count, head_group, launch_configs, mix_configs
+from .states_mixing import mix_gradient_kernel, mix_kernel, spread_kernel
+from .triton_configs import Config, MixConfig, Warps, chunk_count, head_group, launch_configs, mix_configs
 
 __all__ = ["Epilogue", "key_gradients", "mix", "mix_gradient", "query_gradients", "read_out", "summarise"]
 
@@ -50,15 +50,15 @@ def _generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
-def _dot_bits(x: torch.Tensor) -> int:
-    return 16 if x.dtype == torch.bfloat16 else 32
+def _configs(name: str, x: torch.Tensor, value_dim: int) -> list[Config]:
+    widest = triton.next_power_of_2(max(x.shape[-1], value_dim))
+    return launch_configs(_generation(x.device), 16 if x.dtype == torch.bfloat16 else 32, widest, name)
 
 
 def _start(name: str, x: torch.Tensor, value_dim: int, start: Callable, configs: list | None = None) -> bool:
     """Start a kernel with the first configuration that fits. False: none does, so plain torch has to do it."""
     if configs is None:
-        widest = triton.next_power_of_2(max(x.shape[-1], value_dim))
-        configs = launch_configs(_generation(x.device), _dot_bits(x), widest, name)
+        configs = _configs(name, x, value_dim)
     key = (name, x.device, x.dtype, x.shape[-1], value_dim)
     error = None
     for step in range(_step.get(key, 0), len(configs)):
@@ -132,9 +132,10 @@ def _norm(norm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, int
     rows = x if x.stride(2) == dim else x.contiguous()
     rstd = torch.empty(batch, tokens, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        rstd_kernel[(triton.cdiv(tokens, 4), batch)](
-            rows, rstd, rows.stride(0), rows.stride(1), tokens, heads * dim, eps, BN=4, BW=512, num_warps=4
-        )
+        launch(
+            rstd_kernel, (triton.cdiv(tokens, 4), batch), Warps(4),
+            rows, rstd, rows.stride(0), rows.stride(1), tokens, heads * dim, eps, BN=4, BW=512,
+        )  # fmt: skip
     return rstd, weight.contiguous(), eps, 1
 
 
@@ -192,6 +193,13 @@ def read_out(
     x = _unit_stride(x)
     batch, tokens, heads, dim = x.shape
     after = Epilogue() if after is None else after
+    if after.norm_weight is not None and value_dim > _configs("read_out", x, value_dim)[0].BV:
+        # A head's output norm needs all of its channels, which several programs hold here.
+        out = read_out(
+            x, state, value_dim, part, rope, feature_eps, divide=divide, mass=mass,
+            denominator_eps=denominator_eps, out_dtype=torch.float32, norm=norm,
+        )  # fmt: skip
+        return after(out).to(out_dtype)
     out = _new(part, (batch, tokens, heads, value_dim), out_dtype, x.device)
     blocks = _Blocks(part, x, heads * value_dim, whole_state=state.shape[-1] * state.element_size())
     gate, local = (x if y is None else _unit_stride(y) for y in (after.gate, after.local))
@@ -228,25 +236,42 @@ def _state_dot(x: torch.Tensor, state: torch.Tensor) -> str:
     return "tf32" if x.dtype == torch.bfloat16 and state.dtype == torch.float32 else _DOT[x.dtype]
 
 
+def _spread(matrix: torch.Tensor, columns: int, config: MixConfig, split: bool) -> torch.Tensor:
+    """The coefficients padded to whole tiles, `([2,] matrices, rows, columns)`. Never kept: weights change unnoticed."""
+    rows = matrix.shape[-2]
+    padded_rows = -(-rows // config.BM) * config.BM
+    width = triton.next_power_of_2(max(columns, config.BN))
+    matrices = matrix.shape[0] if matrix.ndim == 3 else 1
+    shape = ((2,) if split else ()) + (matrices, padded_rows, width)
+    out = torch.empty(shape, dtype=torch.bfloat16 if split else torch.float32, device=matrix.device)
+    launch(
+        spread_kernel, (padded_rows, matrices), Warps(1), matrix, out,
+        matrix.stride(0) if matrix.ndim == 3 else 0, *matrix.stride()[-2:], rows, columns,
+        columns // matrix.shape[-1], padded_rows, matrices, WIDTH=width, SPLIT=split,
+    )  # fmt: skip
+    return out
+
+
 def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: int) -> torch.Tensor:
     """(Mq, Mk) or (H, Mq, Mk) float32 times states (B, H, Mk * chunks, K), in the states' dtype; x tells dtype and dims."""
     batch, heads, columns, size = states.shape
     rows = matrix.shape[-2]
-    chunks = columns // matrix.shape[-1]
     mixed = torch.empty(batch, heads, rows, size, dtype=states.dtype, device=states.device)
     kind = _MIX_DOT[x.dtype] if states.dtype == x.dtype else "tf32"
+    split = kind == "split"
 
     def start(config: MixConfig) -> None:
+        spread = _spread(matrix, columns, config, split)
+        part = spread.numel() // (1 + split)
         grid = (triton.cdiv(rows, config.BM) * triton.cdiv(size, config.BP), batch * heads)
         launch(
-            mix_kernel, grid, config, matrix, states, mixed,
-            matrix.stride(0) if matrix.ndim == 3 else 0, *matrix.stride()[-2:], heads, rows, columns, size,
-            CHUNKS=chunks, REVERSE=True, DOT=kind,
+            mix_kernel, grid, config, spread, states, mixed,
+            part // heads if matrix.ndim == 3 else 0, part, heads, rows, columns,
+            SIZE=size, WIDTH=spread.shape[-1], REVERSE=True, DOT=kind,
         )  # fmt: skip
 
-    bits = 16 if kind == "split" else 32
-    if not _start("mix", x, value_dim, start, mix_configs("mix", bits, rows, columns)):
-        return fallback.mix(matrix, states, chunks)
+    if not _start("mix", x, value_dim, start, mix_configs("mix", 16 if split else 32, rows, columns)):
+        return fallback.mix(matrix, states, columns // matrix.shape[-1])
     return mixed
 
 
@@ -259,20 +284,16 @@ def mix_gradient(left: torch.Tensor, right: torch.Tensor, matrix, x: torch.Tenso
     right_rows = right.shape[2]
     kind = _MIX_DOT[x.dtype] if left.dtype == x.dtype else "tf32"
     configs = mix_configs("mix_gradient", 16 if kind == "split" else 32, left_rows, right_rows)
-    tiles = triton.cdiv(left_rows, configs[0].BM) * triton.cdiv(right_rows, configs[0].BP)
-    parts = max(1, min(triton.cdiv(528, tiles * batch * heads), size // 1024))
-    run = triton.cdiv(triton.cdiv(size, parts), configs[0].BN) * configs[0].BN
+    run = min(4096, triton.next_power_of_2(size))
     parts = triton.cdiv(size, run)
     out = torch.empty(batch, heads, parts, left_rows, right_rows, dtype=torch.float32, device=x.device)
 
     def start(config: MixConfig) -> None:
-        grid = (
-            triton.cdiv(left_rows, config.BM) * triton.cdiv(right_rows, config.BP),
-            batch * heads * parts,
-        )
+        tiles = triton.cdiv(left_rows, config.BM) * triton.cdiv(right_rows, config.BP)
         launch(
-            mix_gradient_kernel, grid, config, left, right, out, left_rows, right_rows, size, run, parts, DOT=kind
-        )
+            mix_gradient_kernel, (tiles, batch * heads * parts), config, left, right, out,
+            left_rows, right_rows, parts, SIZE=size, RUN=max(run, config.BN), DOT=kind,
+        )  # fmt: skip
 
     if not _start("mix_gradient", x, value_dim, start, configs):
         out = (left.float() @ right.float().transpose(-1, -2))[:, :, None]

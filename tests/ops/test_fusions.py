@@ -1,0 +1,155 @@
+"""Steps fused into the Triton kernels, options of the states form: each against its definition in float64."""
+
+import math
+
+import pytest
+import torch
+
+from mhla_diffusion.blocks import block_table
+from mhla_diffusion.ops import derived, mhla_attention, triton_configs
+from mhla_diffusion.ops.derived import interleaved_angles
+
+GATE_BIAS = 1.2784645
+
+
+@pytest.fixture
+def inputs(device):
+    def make(grid=(3, 5), dim=8, value_dim=12, heads=2, dtype=torch.float32, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape):
+            return torch.randn(*shape, generator=generator).to(device, dtype)
+
+        tokens = math.prod(grid)
+        q, k = (random(2, tokens, heads, dim) for _ in range(2))
+        v, gate, local = (random(2, tokens, heads, value_dim) for _ in range(3))
+        mixing = torch.rand(4, 4, generator=generator).to(device)
+        return {"q": q, "k": k, "v": v, "mixing": mixing}, {
+            "query_norm": (1 + 0.1 * random(heads, dim), 1e-6),
+            "key_norm": (1 + 0.1 * random(dim), 1e-5),
+            "norm_weight": 1 + 0.1 * random(value_dim),
+            "gate": gate,
+            "local": local,
+        }
+
+    return make
+
+
+def check(tensors, options, tolerance=1e-5, backend="triton", grid=(3, 5), **more) -> None:
+    common = {"grid": grid, "block_grid": (2, 2), "normalizer": "none", **more}
+
+    def double(x):
+        if isinstance(x, tuple):
+            return tuple(map(double, x))
+        return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    truth = mhla_attention(
+        **{n: double(x) for n, x in tensors.items()},
+        **{n: double(x) for n, x in {**options, **common}.items()},
+        backend="reference",
+    )
+    out = mhla_attention(**tensors, **options, **common, backend=backend)
+    error = (out.double() - truth).norm() / truth.norm()
+    assert out.dtype == tensors["q"].dtype and error <= tolerance, f"relative error {error:.2e}"
+
+
+EACH = ["query_norm", "key_norm", "norm_weight", "gate", "local"]
+
+
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+@pytest.mark.parametrize("names", [*[[name] for name in EACH], EACH], ids=lambda names: "+".join(names))
+@pytest.mark.parametrize("normalizer", ["none", "paper"])
+def test_each_step_alone_and_all_together(inputs, names, normalizer, backend):
+    tensors, options = inputs()
+    check(tensors, {name: options[name] for name in names}, normalizer=normalizer, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["triton", "eager"])
+def test_the_gate_may_be_activated_in_the_store(inputs, backend):
+    tensors, options = inputs()
+    check(tensors, {"gate": options["gate"], "gate_bias": GATE_BIAS}, backend=backend)
+
+
+def test_both_norms_over_all_heads_with_rotation_and_a_table(inputs, device):
+    tensors, options = inputs()
+    weight, _ = options["query_norm"]
+    angles = torch.randn(15, 4, device=device)
+    common = {
+        "query_norm": options["query_norm"],
+        "key_norm": (weight + 1, 1e-6),
+        "rope": (angles.cos(), angles.sin()),
+    }
+    check(tensors, common)
+    check(tensors, common, grid=None, block_grid=None, block_table=block_table((3, 5), (2, 2), device))
+
+
+def test_an_output_norm_over_more_channels_than_a_tile(inputs):
+    tensors, options = inputs(value_dim=80)
+    check(tensors, {name: options[name] for name in ("norm_weight", "gate")})
+
+
+def test_with_gradients_the_steps_are_taken_apart(inputs):
+    tensors, options = inputs()
+    names = ("q", "k", "v", "mixing")
+
+    def gradients(dtype, backend):
+        leaves = {n: tensors[n].to(dtype).detach().requires_grad_() for n in names}
+        weights = {n: (options[n][0].to(dtype).requires_grad_(), options[n][1]) for n in ("query_norm", "key_norm")}
+        gate = options["gate"].to(dtype).detach().requires_grad_()
+        out = mhla_attention(
+            **leaves, **weights, gate=gate, gate_bias=GATE_BIAS, grid=(3, 5), block_grid=(2, 2), backend=backend
+        )
+        return torch.autograd.grad(out.sum(), [*leaves.values(), gate, *[w for w, _ in weights.values()]])
+
+    for got, truth in zip(gradients(torch.float32, "triton"), gradients(torch.float64, "reference"), strict=True):
+        assert (got - truth).norm() <= 2e-5 * truth.norm()
+
+
+def test_wrong_norms_gates_and_choices_are_refused_in_one_line(inputs):
+    tensors, options = inputs()
+    common = {**tensors, "grid": (3, 5), "block_grid": (2, 2)}
+    for changes, message in (
+        ({"query_norm": (torch.ones(3), 1e-6)}, r"give \(8,\) for a norm over each head or \(2, 8\)"),
+        ({"gate_bias": 1.0}, "without a gate"),
+        ({"summary_dtype": torch.float16}, "torch.float32 or torch.bfloat16"),
+        ({"form": "fast"}, "choose one of auto, states, dual"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            mhla_attention(**common, **changes)
+        assert "\n" not in str(error.value)
+
+
+def test_blocks_cut_into_chunks_give_the_same(make_call, monkeypatch):
+    call = make_call((40,), (2,), 8, batch=1, heads=1, rope=True)
+    monkeypatch.setattr(triton_configs, "chunk_count", lambda programs, block_size: 4)
+    monkeypatch.setattr("mhla_diffusion.ops.triton_launch.chunk_count", lambda programs, block_size: 4)
+    call.check(call.run("triton"), 1e-5)
+
+
+def test_heads_in_groups_give_the_same(make_call, monkeypatch):
+    call = make_call((3, 5), (2, 2), 8, heads=4)
+    expected = call.run("triton")
+    monkeypatch.setattr("mhla_diffusion.ops.triton_launch.head_group", lambda heads, size: 2)
+    assert all(torch.equal(x, expected[name]) for name, x in call.run("triton").items())
+
+
+@pytest.mark.parametrize("heads", [1, 6, 12, 16])
+def test_head_groups_divide_the_heads(heads):
+    assert all(heads % triton_configs.head_group(heads, size) == 0 for size in (1, 5 << 20, 1 << 30))
+
+
+def test_the_rotation_is_brought_into_shape_once(monkeypatch):
+    monkeypatch.setattr(derived, "_KEPT", type(derived._KEPT)())
+    angles = torch.randn(5, 4)
+    rope, x = (angles.cos(), angles.sin()), torch.ones(1)
+    first = interleaved_angles(rope, x)
+    assert torch.equal(first[:, 0::2], rope[0]) and torch.equal(first[:, 1::2], rope[1])
+    assert interleaved_angles(rope, x) is first
+    assert interleaved_angles(rope, x.bfloat16()).dtype == torch.float16
+    rope[1].zero_()  # written to: made again
+    assert (interleaved_angles(rope, x)[:, 1::2] == 0).all()
+    rope[0].zero_()
+    assert (interleaved_angles(rope, x) == 0).all()
+    with torch.inference_mode():
+        fresh = (rope[0] + 1, rope[1] + 1)
+        assert interleaved_angles(fresh, x) is not interleaved_angles(fresh, x)
