@@ -1,7 +1,8 @@
 """The Triton path as `torch.library` custom operators, so that compile, export and autograd see opaque ops.
 
-`mhla_diffusion::mhla_forward` returns the output and the block states, which the backward op reuses. The "official"
-denominator is computed in plain torch around the kernels: it serves weights trained with it, not speed.
+`mhla_diffusion::mhla_forward` (states form) returns the output and the block states, `mhla_diffusion::mhla_dual` (dual
+form) the output and the denominators; the backward ops reuse them. The "official" denominator is computed in plain torch
+around the kernels: it serves weights trained with it, not speed.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .eager import features, from_blocks, mask_padding
+from .dispatch import choose_form
+from .eager import epilogue, features, from_blocks, mask_padding, normalise
 from .partition import Partition, layout_partition
 
-__all__ = ["mhla_backward", "mhla_forward", "part_of", "triton_core"]
+__all__ = ["mhla_backward", "mhla_dual", "mhla_dual_backward", "mhla_forward", "triton_core"]
 
 
-def part_of(table: Tensor | None, layout: Sequence[int] | None, tokens: int, trusted: bool) -> Partition:
+def _part_of(table: Tensor | None, layout: Sequence[int] | None, tokens: int, trusted: bool) -> Partition:
     if layout is not None:
         return layout_partition(tuple(layout), tokens)
     blocks, size = table.shape
@@ -46,8 +48,8 @@ def mhla_forward(
     """
     from .triton_launch import Epilogue, mix, read_out, summarise
 
-    query = part_of(query_table, query_layout, q.shape[1], trusted)
-    key = part_of(key_table, key_layout, k.shape[1], trusted)
+    query = _part_of(query_table, query_layout, q.shape[1], trusted)
+    key = _part_of(key_table, key_layout, k.shape[1], trusted)
     state = summarise(
         k, v, key, _pair(key_cos, key_sin), feature_eps,
         mass=divide, norm=_pair(key_norm, key_norm_eps), state_dtype=state_dtype,
@@ -69,11 +71,28 @@ def _(
     from .triton_configs import chunk_count
 
     batch, tokens, heads, dim = q.shape
-    key = part_of(key_table, key_layout, k.shape[1], trusted)
+    key = _part_of(key_table, key_layout, k.shape[1], trusted)
     rows = key.num_blocks * chunk_count(batch * heads * key.num_blocks, key.block_size)
     size = dim * v.shape[-1] + (dim if divide else 0)
     out = q.new_empty(batch, tokens, heads, v.shape[-1], dtype=out_dtype)
     return out, q.new_empty(batch, heads, rows, size, dtype=state_dtype)
+
+
+def _states_backward(
+    grad, q, k, v, mixing, state, query: Partition, key: Partition, rope, key_rope,
+    feature_eps: float, denominator_eps: float, divide: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from .triton_launch import key_gradients, mix, mix_gradient, query_gradients
+
+    value_dim = v.shape[-1]
+    dq, dmixed = query_gradients(
+        q, grad, mix(mixing, state, q, value_dim), query, rope, feature_eps,
+        mass=divide, denominator_eps=denominator_eps, state_dtype=state.dtype,
+    )  # fmt: skip
+    dmixing = mix_gradient(dmixed, state, mixing, q, value_dim)
+    dstate = mix(mixing.transpose(-1, -2), dmixed, q, value_dim)
+    dk, dv = key_gradients(k, v, dstate, key, key_rope, feature_eps, mass=divide)
+    return dq, dk, dv, dmixing
 
 
 @torch.library.custom_op("mhla_diffusion::mhla_backward", mutates_args=())
@@ -85,19 +104,12 @@ def mhla_backward(
     query_layout: Sequence[int] | None = None, key_layout: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v and mixing."""
-    from .triton_launch import key_gradients, mix, mix_gradient, query_gradients
-
-    query = part_of(query_table, query_layout, q.shape[1], trusted)
-    key = part_of(key_table, key_layout, k.shape[1], trusted)
-    value_dim = v.shape[-1]
-    dq, dmixed = query_gradients(
-        q, grad, mix(mixing, state, q, value_dim), query, _pair(cos, sin), feature_eps,
-        mass=divide, denominator_eps=denominator_eps, state_dtype=state.dtype,
+    query = _part_of(query_table, query_layout, q.shape[1], trusted)
+    key = _part_of(key_table, key_layout, k.shape[1], trusted)
+    return _states_backward(
+        grad, q, k, v, mixing, state, query, key, _pair(cos, sin), _pair(key_cos, key_sin),
+        feature_eps, denominator_eps, divide,
     )  # fmt: skip
-    dmixing = mix_gradient(dmixed, state, mixing, q, value_dim)
-    dstate = mix(mixing.transpose(-1, -2), dmixed, q, value_dim)
-    dk, dv = key_gradients(k, v, dstate, key, _pair(key_cos, key_sin), feature_eps, mass=divide)
-    return dq, dk, dv, dmixing
 
 
 @mhla_backward.register_fake
@@ -126,6 +138,80 @@ def _backward(ctx, grad, grad_state):
 mhla_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
+@torch.library.custom_op("mhla_diffusion::mhla_dual", mutates_args=())
+def mhla_dual(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, query_table: Tensor | None, key_table: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
+    feature_eps: float, denominator_eps: float, divide: bool, trusted: bool, out_dtype: torch.dtype,
+    query_layout: Sequence[int] | None, key_layout: Sequence[int] | None, state_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out (B, N, H, Dv) in out_dtype, denominators (B, N, H) float32 (of no tokens when `divide` is off)."""
+    from .dual_launch import dual_forward
+
+    query = _part_of(query_table, query_layout, q.shape[1], trusted)
+    key = _part_of(key_table, key_layout, k.shape[1], trusted)
+    return dual_forward(
+        q, k, v, mixing, query, key, _pair(cos, sin), _pair(key_cos, key_sin), feature_eps, denominator_eps, divide,
+        out_dtype,
+    )  # fmt: skip
+
+
+@mhla_dual.register_fake
+def _(
+    q, k, v, mixing, query_table, key_table, cos, sin, key_cos, key_sin, feature_eps, denominator_eps, divide, trusted,
+    out_dtype, query_layout, key_layout, state_dtype,
+):  # fmt: skip
+    batch, tokens, heads, _ = q.shape
+    out = q.new_empty(batch, tokens, heads, v.shape[-1], dtype=out_dtype)
+    return out, q.new_empty(batch, tokens if divide else 0, heads, dtype=torch.float32)
+
+
+@torch.library.custom_op("mhla_diffusion::mhla_dual_backward", mutates_args=())
+def mhla_dual_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, den: Tensor,
+    query_table: Tensor | None, key_table: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
+    feature_eps: float, denominator_eps: float, divide: bool, trusted: bool,
+    query_layout: Sequence[int] | None, key_layout: Sequence[int] | None, state_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v and mixing; through the states form where the dual form has no backward kernels."""
+    from .dual_launch import dual_backward, has_dual_backward
+    from .triton_launch import summarise
+
+    query = _part_of(query_table, query_layout, q.shape[1], trusted)
+    key = _part_of(key_table, key_layout, k.shape[1], trusted)
+    rope, key_rope = _pair(cos, sin), _pair(key_cos, key_sin)
+    if has_dual_backward(query, key):
+        grads = dual_backward(grad, q, k, v, mixing, out, den, query, key, rope, key_rope, feature_eps, divide)
+        if grads is not None:
+            return grads
+    state = summarise(k, v, key, key_rope, feature_eps, mass=divide, state_dtype=state_dtype)
+    return _states_backward(
+        grad, q, k, v, mixing, state, query, key, rope, key_rope, feature_eps, denominator_eps, divide
+    )
+
+
+@mhla_dual_backward.register_fake
+def _(grad, q, k, v, mixing, *rest):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), mixing.new_empty(mixing.shape)
+
+
+def _setup_dual(ctx, inputs, output) -> None:
+    q, k, v, mixing, *rest = inputs
+    ctx.save_for_backward(q, k, v, mixing, *output, *rest[:6])
+    ctx.options = (*rest[6:10], *rest[11:])
+    ctx.set_materialize_grads(False)
+
+
+def _dual_backward(ctx, grad, grad_den):
+    if grad is None:
+        return (None,) * 18
+    return *mhla_dual_backward(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 14
+
+
+mhla_dual.register_autograd(_dual_backward, setup_context=_setup_dual)
+
+
 def triton_core(
     q: Tensor,
     k: Tensor,
@@ -141,7 +227,7 @@ def triton_core(
     denominator_eps: float = 0.0,
     out_dtype: torch.dtype | None = None,
     summary_dtype: torch.dtype | None = None,
-    form: str = "auto",
+    form: str = "states",
     **fused,
 ) -> Tensor:
     """`eager_core` on the Triton kernels: same arguments, same result, same gradients.
@@ -153,14 +239,24 @@ def triton_core(
     out_dtype = q.dtype if out_dtype is None else out_dtype
     if summary_dtype is None:
         summary_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
-    cos, sin = rope or (None, None)
-    key_cos, key_sin = key_rope or (None, None)
     official = normalizer == "official"
-    out, _ = mhla_forward(
-        q, k, v, mixing, *_tables(query, key), cos, sin, key_cos, key_sin,
-        feature_eps, denominator_eps, normalizer == "paper", query.trusted and key.trusted,
-        torch.float32 if official else out_dtype, query.layout, key.layout, summary_dtype, **fused,
+    form = choose_form(form, q, v, rope, normalizer, query, key, summary_dtype.itemsize)
+    if form == "dual" and fused:
+        q = normalise(q, _pair(fused.get("query_norm"), fused.get("query_norm_eps"))).to(v.dtype)
+        k = normalise(k, _pair(fused.get("key_norm"), fused.get("key_norm_eps"))).to(v.dtype)
+    arguments = (
+        q, k, v, mixing, *(None if part.layout is not None else part.table for part in (query, key)),
+        *(rope or (None, None)), *(key_rope or (None, None)), feature_eps, denominator_eps, normalizer == "paper",
+        query.trusted and key.trusted, torch.float32 if official or (form == "dual" and fused) else out_dtype,
+        query.layout, key.layout, summary_dtype,
     )  # fmt: skip
+    if form == "dual":
+        out, _ = mhla_dual(*arguments)
+        if not fused:
+            return out
+        after = {name: fused.get(name) for name in ("norm_weight", "gate", "gate_bias", "local")}
+        return epilogue(out, norm_eps=fused.get("norm_eps"), **after).to(out_dtype)
+    out, _ = mhla_forward(*arguments, **fused)
     if not official:
         return out
     with torch.autocast(device_type=q.device.type, enabled=False):
@@ -169,7 +265,3 @@ def triton_core(
         products = (phi_q @ masses[..., None])[..., 0]  # (B, H, M, n)
         denominator = from_blocks((mixing @ products)[..., None], query) + denominator_eps
     return (out / denominator).to(out_dtype)
-
-
-def _tables(query: Partition, key: Partition) -> tuple[Tensor | None, Tensor | None]:
-    return tuple(None if part.layout is not None else part.with_table(part.table.device) for part in (query, key))

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Config", "MixConfig", "Warps", "chunk_count", "head_group", "launch_configs", "mix_configs"]
+__all__ = [
+    "Config", "DualConfig", "MixConfig", "Warps", "chunk_count", "dual_configs", "head_group", "launch_configs",
+    "mix_configs",
+]  # fmt: skip
 
 
 class Config(NamedTuple):
@@ -32,6 +35,15 @@ class MixConfig(NamedTuple):
 
     BM: int
     BP: int
+    BN: int
+    num_warps: int
+    num_stages: int
+
+
+class DualConfig(NamedTuple):
+    """The dual form: BM rows a program owns, BN columns per step."""
+
+    BM: int
     BN: int
     num_warps: int
     num_stages: int
@@ -108,6 +120,33 @@ def mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> list[Mi
         config = config._replace(BP=min(config.BP, _tile(summed)))
     narrow = config._replace(BP=min(config.BP, 32), num_stages=1)
     return [config, narrow, narrow._replace(BN=16)]
+
+
+# (kernel, generation, bits) -> configuration for head dims up to 128.
+_DUAL = {
+    ("dual_forward", 9, 16): DualConfig(128, 64, 8, 2),
+    ("dual_query", 9, 16): DualConfig(64, 64, 4, 2),
+    ("dual_key", 9, 16): DualConfig(64, 64, 4, 2),
+    ("dual_forward", 9, 32): DualConfig(32, 32, 4, 1),
+    ("dual_query", 9, 32): DualConfig(32, 32, 4, 1),
+    ("dual_key", 9, 32): DualConfig(32, 32, 4, 1),
+    ("dual_forward", 8, 16): DualConfig(64, 64, 4, 2),
+    ("dual_query", 8, 16): DualConfig(64, 32, 4, 1),
+    ("dual_key", 8, 16): DualConfig(64, 32, 4, 1),
+    ("dual_forward", 8, 32): DualConfig(32, 16, 4, 1),
+    ("dual_query", 8, 32): DualConfig(16, 16, 4, 1),
+    ("dual_key", 8, 32): DualConfig(16, 16, 4, 1),
+}
+
+
+def dual_configs(kernel: str, generation: int, dot_bits: int) -> list[DualConfig]:
+    """Configurations of the dual form to try in order."""
+    config = _DUAL[kernel, 9 if generation >= 9 or generation == 0 else 8, dot_bits]
+    configs = [config, config._replace(num_stages=1)]
+    while configs[-1].BM > 16:
+        last = configs[-1]
+        configs.append(last._replace(BM=last.BM // 2, BN=min(last.BN, last.BM // 2)))
+    return configs
 
 
 def _tile(length: int) -> int:

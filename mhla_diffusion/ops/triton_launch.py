@@ -19,9 +19,9 @@ from .states_forward import read_out_kernel, rstd_kernel, summarise_kernel
 from .states_mixing import mix_gradient_kernel, mix_kernel, spread_kernel
 from .triton_configs import Config, MixConfig, Warps, chunk_count, head_group, launch_configs, mix_configs
 
-__all__ = ["Epilogue", "key_gradients", "mix", "mix_gradient", "query_gradients", "read_out", "summarise"]
+__all__ = ["Epilogue", "key_gradients", "launch", "mix", "mix_gradient", "query_gradients", "read_out", "summarise"]
 
-_DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "bf16"}
+DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "bf16"}
 _MIX_DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "split"}
 # Where a kernel stands in its list of configurations: (kernel, device, dtype, dims) -> index, past the end plain torch.
 _step: dict[tuple, int] = {}
@@ -46,16 +46,16 @@ def _warn_once(x: torch.Tensor, value_dim: int, outcome: str, error: OutOfResour
 
 
 @functools.cache
-def _generation(device: torch.device) -> int:
+def generation_of(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 def _configs(name: str, x: torch.Tensor, value_dim: int) -> list[Config]:
     widest = triton.next_power_of_2(max(x.shape[-1], value_dim))
-    return launch_configs(_generation(x.device), 16 if x.dtype == torch.bfloat16 else 32, widest, name)
+    return launch_configs(generation_of(x.device), 16 if x.dtype == torch.bfloat16 else 32, widest, name)
 
 
-def _start(name: str, x: torch.Tensor, value_dim: int, start: Callable, configs: list | None = None) -> bool:
+def start_first_fitting(name: str, x: torch.Tensor, value_dim: int, start: Callable, configs: list | None = None) -> bool:
     """Start a kernel with the first configuration that fits. False: none does, so plain torch has to do it."""
     if configs is None:
         configs = _configs(name, x, value_dim)
@@ -77,11 +77,11 @@ def _start(name: str, x: torch.Tensor, value_dim: int, start: Callable, configs:
     return False
 
 
-def _unit_stride(x: torch.Tensor) -> torch.Tensor:
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _new(part: Partition, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def new_rows(part: Partition, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A buffer with one row per token; a table that was never checked may leave tokens out, these read as zero."""
     if part.trusted:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -146,7 +146,7 @@ def summarise(
 
     mass: append z. rows: (scale of y, weight in z), float32 `(B, N, H)` each. norm: (weight, eps), RMSNorm of x.
     """
-    x, y = _unit_stride(x), _unit_stride(y)
+    x, y = unit_stride(x), unit_stride(y)
     batch, _, heads, dim = x.shape
     value_dim = y.shape[-1]
     size = dim * value_dim + (dim if mass else 0)
@@ -162,10 +162,10 @@ def summarise(
             x, y, blocks.table, angles, rstd, norm_weight, scale, weight, state,
             *x.stride()[:3], *y.stride()[:3], *blocks.numbers, feature_eps, norm_eps,
             D=dim, DV=value_dim, BD=_padded(dim), ROPE=rope is not None, NORM=kind, MASS=mass,
-            ROWS=rows is not None, DOT=_DOT[x.dtype], **blocks.constants,
+            ROWS=rows is not None, DOT=DOT[x.dtype], **blocks.constants,
         )  # fmt: skip
 
-    if not _start("summarise", x, value_dim, start):
+    if not start_first_fitting("summarise", x, value_dim, start):
         x = normalise(x, norm)
         return fallback.summarise(x, y, part, rope, feature_eps, mass=mass, rows=rows).to(state_dtype)
     return state
@@ -190,7 +190,7 @@ def read_out(
 
     state `(B, H, M, D * Dv [+ D])`; mass: it ends in z. norm: (weight, eps), RMSNorm of x.
     """
-    x = _unit_stride(x)
+    x = unit_stride(x)
     batch, tokens, heads, dim = x.shape
     after = Epilogue() if after is None else after
     if after.norm_weight is not None and value_dim > _configs("read_out", x, value_dim)[0].BV:
@@ -200,9 +200,9 @@ def read_out(
             denominator_eps=denominator_eps, out_dtype=torch.float32, norm=norm,
         )  # fmt: skip
         return after(out).to(out_dtype)
-    out = _new(part, (batch, tokens, heads, value_dim), out_dtype, x.device)
+    out = new_rows(part, (batch, tokens, heads, value_dim), out_dtype, x.device)
     blocks = _Blocks(part, x, heads * value_dim, whole_state=state.shape[-1] * state.element_size())
-    gate, local = (x if y is None else _unit_stride(y) for y in (after.gate, after.local))
+    gate, local = (x if y is None else unit_stride(y) for y in (after.gate, after.local))
     rstd, norm_weight, norm_eps, kind = _norm(norm, x)
     out_weight = x if after.norm_weight is None else after.norm_weight.contiguous()
     angles = _rope(rope, x)
@@ -222,7 +222,7 @@ def read_out(
             LOCAL=after.local is not None, DOT=_state_dot(x, state), **blocks.constants,
         )  # fmt: skip
 
-    if not _start("read_out", x, value_dim, start):
+    if not start_first_fitting("read_out", x, value_dim, start):
         out = fallback.read_out(
             normalise(x, norm), state.float(), value_dim, part, rope, feature_eps,
             divide=divide, denominator_eps=denominator_eps, out_dtype=torch.float32,
@@ -233,7 +233,7 @@ def read_out(
 
 def _state_dot(x: torch.Tensor, state: torch.Tensor) -> str:
     """bf16 inputs keep float32 states when asked to: their products are then taken as tf32."""
-    return "tf32" if x.dtype == torch.bfloat16 and state.dtype == torch.float32 else _DOT[x.dtype]
+    return "tf32" if x.dtype == torch.bfloat16 and state.dtype == torch.float32 else DOT[x.dtype]
 
 
 def _spread(matrix: torch.Tensor, columns: int, config: MixConfig, split: bool) -> torch.Tensor:
@@ -270,7 +270,7 @@ def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: 
             SIZE=size, WIDTH=spread.shape[-1], REVERSE=True, DOT=kind,
         )  # fmt: skip
 
-    if not _start("mix", x, value_dim, start, mix_configs("mix", 16 if split else 32, rows, columns)):
+    if not start_first_fitting("mix", x, value_dim, start, mix_configs("mix", 16 if split else 32, rows, columns)):
         return fallback.mix(matrix, states, columns // matrix.shape[-1])
     return mixed
 
@@ -295,7 +295,7 @@ def mix_gradient(left: torch.Tensor, right: torch.Tensor, matrix, x: torch.Tenso
             left_rows, right_rows, parts, SIZE=size, RUN=max(run, config.BN), DOT=kind,
         )  # fmt: skip
 
-    if not _start("mix_gradient", x, value_dim, start, configs):
+    if not start_first_fitting("mix_gradient", x, value_dim, start, configs):
         out = (left.float() @ right.float().transpose(-1, -2))[:, :, None]
     out = out.sum(dim=(0, 2) if matrix.ndim == 3 else (0, 1, 2))
     rows, columns = matrix.shape[-2:]
@@ -304,12 +304,12 @@ def mix_gradient(left: torch.Tensor, right: torch.Tensor, matrix, x: torch.Tenso
 
 def _pull_back(name, x, y, state, part, rope, feature_eps, *, mass, denominator_eps=0.0, state_dtype=torch.float32):
     """(dx, second result of a fused kernel or None, row weights or None), or None when no configuration fits."""
-    x, y = _unit_stride(x), _unit_stride(y)
+    x, y = unit_stride(x), unit_stride(y)
     batch, tokens, heads, dim = x.shape
     value_dim = y.shape[-1]
     keys = name == "key_gradients"
     blocks = _Blocks(part, x, y.stride(1), heads * dim, whole_state=state.shape[-1] * state.element_size())
-    dx = _new(part, (batch, tokens, heads, dim), x.dtype, x.device)
+    dx = new_rows(part, (batch, tokens, heads, dim), x.dtype, x.device)
     angles = _rope(rope, x)
     results: list = [dx, None, None]
 
@@ -318,13 +318,13 @@ def _pull_back(name, x, y, state, part, rope, feature_eps, *, mass, denominator_
         own = scale = weight = x
         results[1:] = None, None
         if fused and keys:
-            own = results[1] = _new(part, (batch, tokens, heads, value_dim), y.dtype, x.device)
+            own = results[1] = new_rows(part, (batch, tokens, heads, value_dim), y.dtype, x.device)
         elif fused:
             own = results[1] = torch.empty(
                 batch, heads, blocks.rows, state.shape[-1], dtype=state_dtype, device=x.device
             )
         elif mass and not keys:
-            results[2] = tuple(_new(part, (batch, tokens, heads), torch.float32, x.device) for _ in range(2))
+            results[2] = tuple(new_rows(part, (batch, tokens, heads), torch.float32, x.device) for _ in range(2))
             scale, weight = results[2]
         launch(
             pull_back_kernel, (blocks.programs,), blocks.config(config),
@@ -334,7 +334,7 @@ def _pull_back(name, x, y, state, part, rope, feature_eps, *, mass, denominator_
             DOT=_state_dot(x, state), **blocks.constants,
         )  # fmt: skip
 
-    return results if _start(name, x, value_dim, start) else None
+    return results if start_first_fitting(name, x, value_dim, start) else None
 
 
 def query_gradients(

@@ -1,0 +1,130 @@
+"""Launches the dual form's kernels."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from . import fallback
+from .derived import interleaved_angles
+from .dual_kernels import dual_forward_kernel, dual_key_kernel, dual_query_kernel
+from .partition import Partition
+from .triton_configs import DualConfig, dual_configs
+from .triton_launch import DOT, generation_of, launch, new_rows, start_first_fitting, unit_stride
+
+__all__ = ["dual_backward", "dual_forward", "has_dual_backward"]
+
+SHORTEST_RUN = 8  # slots that share a coefficient; below, one coefficient is read for each pair of tokens
+
+
+def _parts(dim: int) -> tuple[int, int]:
+    """A head dim as one power of two, or as two when that saves padding: 72 -> 64 + 16 (of which 8 are used)."""
+    whole = max(16, triton.next_power_of_2(dim))
+    first = whole // 2
+    rest = max(16, triton.next_power_of_2(dim - first)) if dim > first else 0
+    return (first, rest) if 16 <= first < dim and first + rest < whole else (whole, 0)
+
+
+def _run(part: Partition, tile: int) -> int:
+    """The longest power of two that divides the blocks of an even partition, at most a tile; 1 if it is short."""
+    if part.layout is None or not part.equal:
+        return 1
+    run = min(part.block_size & -part.block_size, tile)
+    return run if run >= SHORTEST_RUN else 1
+
+
+def has_dual_backward(query: Partition, key: Partition) -> bool:
+    return _run(query, SHORTEST_RUN) > 1 and _run(key, SHORTEST_RUN) > 1
+
+
+def _side(part: Partition) -> tuple[int, ...]:
+    return part.num_tokens, part.num_blocks, part.block_size, *(part.layout or (1,) * 6)
+
+
+def _m_strides(mixing: torch.Tensor) -> tuple[int, ...]:
+    return (mixing.stride(0) if mixing.ndim == 3 else 0, *mixing.stride()[-2:])
+
+
+def _angles(rope, x: torch.Tensor) -> torch.Tensor:
+    return x if rope is None else interleaved_angles(rope, x)
+
+
+def _constants(q: torch.Tensor, v: torch.Tensor, rope, divide: bool) -> dict:
+    (bd, td), (bv, tv) = _parts(q.shape[-1]), _parts(v.shape[-1])
+    return {
+        "D": q.shape[-1], "DV": v.shape[-1], "BD": bd, "TD": td, "BV": bv, "TV": tv,
+        "ROPE": rope is not None, "DIVIDE": divide, "DOT": DOT[q.dtype],
+    }  # fmt: skip
+
+
+def _start(name: str, q: torch.Tensor, value_dim: int, start) -> bool:
+    bits = 16 if q.dtype == torch.bfloat16 else 32
+    return start_first_fitting(name, q, value_dim, start, dual_configs(name, generation_of(q.device), bits))
+
+
+def dual_forward(
+    q, k, v, mixing, query: Partition, key: Partition, rope, key_rope, feature_eps: float,
+    denominator_eps: float, divide: bool, out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out (B, N, H, Dv) in out_dtype; the denominators, float32 (B, N, H) (of no tokens without a denominator)."""
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    batch, tokens, heads, _ = q.shape
+    out = new_rows(query, (batch, tokens, heads, v.shape[-1]), out_dtype, q.device)
+    den = new_rows(query, (batch, tokens if divide else 0, heads), torch.float32, q.device)
+    tables = tuple(q if part.layout is not None else part.table for part in (query, key))
+    angles = _angles(rope, q), _angles(key_rope, k)
+
+    def start(config: DualConfig) -> None:
+        if query.layout is None or key.layout is None:
+            config = config._replace(num_stages=1)  # a table is a load that the loop's other loads wait for
+        launch(
+            dual_forward_kernel, (triton.cdiv(query.num_blocks * query.block_size, config.BM), batch * heads), config,
+            q, k, v, mixing, *tables, *angles, out, den, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+            *_m_strides(mixing), heads, *_side(query), *_side(key), feature_eps, denominator_eps,
+            RUN=_run(key, config.BN), TABLE=query.layout is None, KEY_TABLE=key.layout is None,
+            EVEN=query.equal and key.equal, **_constants(q, v, rope, divide),
+        )  # fmt: skip
+
+    if not _start("dual_forward", q, v.shape[-1], start):
+        return fallback.dual(
+            q, k, v, mixing, query, key, rope, key_rope, feature_eps, denominator_eps, divide, out_dtype
+        )
+    return out, den
+
+
+def dual_backward(
+    grad, q, k, v, mixing, out, den, query: Partition, key: Partition, rope, key_rope, feature_eps: float, divide: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Gradients of q, k, v and mixing, for partitions that `has_dual_backward` accepts. None: no configuration fits."""
+    grad, q, k, v = unit_stride(grad), unit_stride(q), unit_stride(k), unit_stride(v)
+    batch, tokens, heads, _ = q.shape
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta = torch.empty(den.shape, dtype=torch.float32, device=q.device)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3], *_m_strides(mixing))
+    sides = (heads, *_side(query), *_side(key), feature_eps)
+    angles = _angles(rope, q), _angles(key_rope, k)
+    constants = _constants(q, v, rope, divide)
+    pieces: list[torch.Tensor] = []
+
+    def start_queries(config: DualConfig) -> None:
+        run, query_run = _run(key, config.BN), _run(query, config.BM)
+        shape = (batch, heads, tokens // query_run, k.shape[1] // run)
+        pieces[:] = [torch.empty(shape, dtype=torch.float32, device=q.device)]
+        launch(
+            dual_query_kernel, (triton.cdiv(tokens, config.BM), batch * heads), config,
+            q, k, v, mixing, *angles, grad, out, den, delta, dq, pieces[0], *strides, *sides,
+            RUN=run, QUERY_RUN=query_run, **constants,
+        )  # fmt: skip
+
+    def start_keys(config: DualConfig) -> None:
+        launch(
+            dual_key_kernel, (triton.cdiv(k.shape[1], config.BM), batch * heads), config,
+            q, k, v, mixing, *angles, grad, den, delta, dk, dv, *strides, *sides,
+            QUERY_RUN=_run(query, config.BN), **constants,
+        )  # fmt: skip
+
+    if not _start("dual_query", q, v.shape[-1], start_queries) or not _start("dual_key", q, v.shape[-1], start_keys):
+        return None
+    pieces[0] = pieces[0].view(batch, heads, query.num_blocks, -1, key.num_blocks, pieces[0].shape[-1] // key.num_blocks)
+    dmixing = pieces[0].sum(dim=(0, 3, 5) if mixing.ndim == 3 else (0, 1, 3, 5))
+    return dq, dk, dv, dmixing
