@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from .dual_tiles import (
-    DUAL_SIZES,
     coefficients,
     feature_gradient,
     load_part,
@@ -27,28 +26,36 @@ from .tiles import dot, operand
 
 __all__ = ["dual_forward_kernel", "dual_key_kernel", "dual_query_kernel"]
 
+_SIZES = ["heads", "query_tokens", "key_tokens"]
 
-@triton.jit(do_not_specialize=DUAL_SIZES)
+
+@triton.jit(do_not_specialize=_SIZES)
 def dual_forward_kernel(
     q_ptr, k_ptr, v_ptr, m_ptr, query_table_ptr, key_table_ptr, rope_ptr, key_rope_ptr, out_ptr, den_ptr,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
-    m_stride_h, m_stride_row, m_stride_column, heads,
-    query_tokens, query_blocks, query_size, QG0, QG1, QG2, QB0, QB1, QB2,
-    key_tokens, key_blocks, key_size, KG0, KG1, KG2, KB0, KB1, KB2, feature_eps, denominator_eps,
+    m_stride_h, m_stride_row, m_stride_column, heads, query_tokens, key_tokens, feature_eps, denominator_eps,
+    QM: tl.constexpr, QN: tl.constexpr, QG0: tl.constexpr, QG1: tl.constexpr, QG2: tl.constexpr,
+    QB0: tl.constexpr, QB1: tl.constexpr, QB2: tl.constexpr,
+    KM: tl.constexpr, KN: tl.constexpr, KG0: tl.constexpr, KG1: tl.constexpr, KG2: tl.constexpr,
+    KB0: tl.constexpr, KB1: tl.constexpr, KB2: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, TABLE: tl.constexpr, KEY_TABLE: tl.constexpr,
-    EVEN: tl.constexpr, ROPE: tl.constexpr, DIVIDE: tl.constexpr, DOT: tl.constexpr,
+    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """out (B, N, H, Dv), den (B, N, H), contiguous. Program (tile of queries, batch and head)."""
+    """out (B, N, H, Dv), den (B, H, slots), contiguous. Program (tile of queries, batch and head)."""
+    q_stride_b, q_stride_n, q_stride_h = q_stride_b * STEP, q_stride_n * STEP, q_stride_h * STEP
+    k_stride_b, k_stride_n, k_stride_h = k_stride_b * STEP, k_stride_n * STEP, k_stride_h * STEP
+    v_stride_b, v_stride_n, v_stride_h = v_stride_b * STEP, v_stride_n * STEP, v_stride_h * STEP
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     q_ptr += batch * q_stride_b + head * q_stride_h
     k_ptr += batch * k_stride_b + head * k_stride_h
     v_ptr += batch * v_stride_b + head * v_stride_h
     m_ptr += head * m_stride_h
+    slot = tl.program_id(0) * BM + tl.arange(0, BM)
     token, real, block = slot_tokens(
-        tl.program_id(0) * BM + tl.arange(0, BM), query_table_ptr, query_blocks, query_size, query_tokens,
-        QG0, QG1, QG2, QB0, QB1, QB2, TABLE, EVEN,
+        slot, query_table_ptr, query_tokens, QM, QN,
+        QG0, QG1, QG2, QB0, QB1, QB2, TABLE,
     )  # fmt: skip
     q0 = load_part(q_ptr, q_stride_n, token, real, 0, D, BD)
     q0 = turned_features(q0, rope_ptr, token, real, feature_eps, 0, D, BM, BD, ROPE, DOT)
@@ -59,15 +66,15 @@ def dual_forward_kernel(
     if TV:
         out1 = tl.zeros((BM, TV), dtype=tl.float32)
     den = tl.zeros((BM,), dtype=tl.float32)
-    for start in range(0, key_blocks * key_size, BN):
+    for start in range(0, KM * KN, BN):
         key, key_real, _ = slot_tokens(
-            start + tl.arange(0, BN), key_table_ptr, key_blocks, key_size, key_tokens,
-            KG0, KG1, KG2, KB0, KB1, KB2, KEY_TABLE, EVEN,
+            start + tl.arange(0, BN), key_table_ptr, key_tokens, KM, KN,
+            KG0, KG1, KG2, KB0, KB1, KB2, KEY_TABLE,
         )  # fmt: skip
         k0 = load_part(k_ptr, k_stride_n, key, key_real, 0, D, BD)
         v0 = load_part(v_ptr, v_stride_n, key, key_real, 0, DV, BV)
         weight = coefficients(
-            m_ptr, block, real, m_stride_row, start, m_stride_column, key_size, key_blocks, key_real, BN, RUN
+            m_ptr, block, real, m_stride_row, start, m_stride_column, key_real, KM, KN, BN, RUN
         )
         k0 = turned_features(k0, key_rope_ptr, key, key_real, feature_eps, 0, D, BN, BD, ROPE, DOT)
         score = dot(q0, tl.trans(k0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
@@ -83,7 +90,7 @@ def dual_forward_kernel(
             out1 = dot(score, load_part(v_ptr, v_stride_n, key, key_real, BV, DV, TV), out1, DOT)
     if DIVIDE:
         den = tl.where(real, den + denominator_eps, 1.0)
-        tl.store(den_ptr + (batch * query_tokens + token) * heads + head, den, mask=real)
+        tl.store(den_ptr + tl.program_id(1).to(tl.int64) * (QM * QN) + slot, den, mask=slot < QM * QN)
         out0 = out0 / den[:, None]
         if TV:
             out1 = out1 / den[:, None]
@@ -93,18 +100,24 @@ def dual_forward_kernel(
         store_part(out1, out_ptr, heads * DV, token, real, BV, DV, TV)
 
 
-@triton.jit(do_not_specialize=DUAL_SIZES)
+@triton.jit(do_not_specialize=_SIZES)
 def dual_query_kernel(
     q_ptr, k_ptr, v_ptr, m_ptr, rope_ptr, key_rope_ptr, grad_ptr, out_ptr, den_ptr, delta_ptr, dq_ptr, dm_ptr,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
-    grad_stride_b, grad_stride_n, grad_stride_h, m_stride_h, m_stride_row, m_stride_column, heads,
-    query_tokens, query_blocks, query_size, QG0, QG1, QG2, QB0, QB1, QB2,
-    key_tokens, key_blocks, key_size, KG0, KG1, KG2, KB0, KB1, KB2, feature_eps,
+    grad_stride_b, grad_stride_n, grad_stride_h, m_stride_h, m_stride_row, m_stride_column, heads, query_tokens, key_tokens, feature_eps,
+    QM: tl.constexpr, QN: tl.constexpr, QG0: tl.constexpr, QG1: tl.constexpr, QG2: tl.constexpr,
+    QB0: tl.constexpr, QB1: tl.constexpr, QB2: tl.constexpr,
+    KM: tl.constexpr, KN: tl.constexpr, KG0: tl.constexpr, KG1: tl.constexpr, KG2: tl.constexpr,
+    KB0: tl.constexpr, KB1: tl.constexpr, KB2: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, QUERY_RUN: tl.constexpr,
-    ROPE: tl.constexpr, DIVIDE: tl.constexpr, DOT: tl.constexpr,
+    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """dq, delta (B, N, H), and dm summed over runs: dm (B * H, N / QUERY_RUN, Nk / RUN). Even grids only."""
+    """dq, delta (B, H, slots), and dm summed over runs: dm (B * H, N / QUERY_RUN, Nk / RUN). Even grids only."""
+    q_stride_b, q_stride_n, q_stride_h = q_stride_b * STEP, q_stride_n * STEP, q_stride_h * STEP
+    k_stride_b, k_stride_n, k_stride_h = k_stride_b * STEP, k_stride_n * STEP, k_stride_h * STEP
+    v_stride_b, v_stride_n, v_stride_h = v_stride_b * STEP, v_stride_n * STEP, v_stride_h * STEP
+    grad_stride_b, grad_stride_n, grad_stride_h = grad_stride_b * STEP, grad_stride_n * STEP, grad_stride_h * STEP
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     q_ptr += batch * q_stride_b + head * q_stride_h
@@ -113,9 +126,10 @@ def dual_query_kernel(
     grad_ptr += batch * grad_stride_b + head * grad_stride_h
     m_ptr += head * m_stride_h
     first = tl.program_id(0) * BM
+    slot = first + tl.arange(0, BM)
     token, real, block = slot_tokens(
-        first + tl.arange(0, BM), m_ptr, query_blocks, query_size, query_tokens,
-        QG0, QG1, QG2, QB0, QB1, QB2, False, True,
+        slot, m_ptr, query_tokens, QM, QN,
+        QG0, QG1, QG2, QB0, QB1, QB2, False,
     )  # fmt: skip
     q0 = load_part(q_ptr, q_stride_n, token, real, 0, D, BD)
     q0 = turned_features(q0, rope_ptr, token, real, feature_eps, 0, D, BM, BD, ROPE, DOT)
@@ -128,7 +142,7 @@ def dual_query_kernel(
     if TV:
         g1 = load_part(grad_ptr, grad_stride_n, token, real, BV, DV, TV).to(tl.float32)
     if DIVIDE:
-        rows = (batch * query_tokens + token) * heads + head
+        rows = tl.program_id(1).to(tl.int64) * (QM * QN) + slot
         inverse = 1.0 / tl.load(den_ptr + rows, mask=real, other=1.0)
         out_ptr += (batch * query_tokens * heads + head) * DV
         g0 = g0 * inverse[:, None]
@@ -140,19 +154,19 @@ def dual_query_kernel(
     g0 = operand(g0, DOT)
     if TV:
         g1 = operand(g1, DOT)
-    runs = key_blocks * key_size // RUN
-    query_runs = query_blocks * query_size // QUERY_RUN
+    runs = KM * KN // RUN
+    query_runs = QM * QN // QUERY_RUN
     run = first // QUERY_RUN + tl.arange(0, BM // QUERY_RUN)
     dm_ptr += tl.program_id(1).to(tl.int64) * query_runs * runs
-    for start in range(0, key_blocks * key_size, BN):
+    for start in range(0, KM * KN, BN):
         key, key_real, _ = slot_tokens(
-            start + tl.arange(0, BN), m_ptr, key_blocks, key_size, key_tokens,
-            KG0, KG1, KG2, KB0, KB1, KB2, False, True,
+            start + tl.arange(0, BN), m_ptr, key_tokens, KM, KN,
+            KG0, KG1, KG2, KB0, KB1, KB2, False,
         )  # fmt: skip
         k0 = load_part(k_ptr, k_stride_n, key, key_real, 0, D, BD)
         v0 = load_part(v_ptr, v_stride_n, key, key_real, 0, DV, BV)
         weight = coefficients(
-            m_ptr, block, real, m_stride_row, start, m_stride_column, key_size, key_blocks, key_real, BN, RUN
+            m_ptr, block, real, m_stride_row, start, m_stride_column, key_real, KM, KN, BN, RUN
         )
         k0 = turned_features(k0, key_rope_ptr, key, key_real, feature_eps, 0, D, BN, BD, ROPE, DOT)
         score = dot(q0, tl.trans(k0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
@@ -186,18 +200,24 @@ def dual_query_kernel(
         store_part(dq, dq_ptr, heads * D, token, real, BD, D, TD)
 
 
-@triton.jit(do_not_specialize=DUAL_SIZES)
+@triton.jit(do_not_specialize=_SIZES)
 def dual_key_kernel(
     q_ptr, k_ptr, v_ptr, m_ptr, rope_ptr, key_rope_ptr, grad_ptr, den_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
-    grad_stride_b, grad_stride_n, grad_stride_h, m_stride_h, m_stride_row, m_stride_column, heads,
-    query_tokens, query_blocks, query_size, QG0, QG1, QG2, QB0, QB1, QB2,
-    key_tokens, key_blocks, key_size, KG0, KG1, KG2, KB0, KB1, KB2, feature_eps,
+    grad_stride_b, grad_stride_n, grad_stride_h, m_stride_h, m_stride_row, m_stride_column, heads, query_tokens, key_tokens, feature_eps,
+    QM: tl.constexpr, QN: tl.constexpr, QG0: tl.constexpr, QG1: tl.constexpr, QG2: tl.constexpr,
+    QB0: tl.constexpr, QB1: tl.constexpr, QB2: tl.constexpr,
+    KM: tl.constexpr, KN: tl.constexpr, KG0: tl.constexpr, KG1: tl.constexpr, KG2: tl.constexpr,
+    KB0: tl.constexpr, KB1: tl.constexpr, KB2: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, QUERY_RUN: tl.constexpr,
-    ROPE: tl.constexpr, DIVIDE: tl.constexpr, DOT: tl.constexpr,
+    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """dk (B, Nk, H, D) and dv (B, Nk, H, Dv). Program (tile of BM keys, batch and head), BN queries at a time."""
+    q_stride_b, q_stride_n, q_stride_h = q_stride_b * STEP, q_stride_n * STEP, q_stride_h * STEP
+    k_stride_b, k_stride_n, k_stride_h = k_stride_b * STEP, k_stride_n * STEP, k_stride_h * STEP
+    v_stride_b, v_stride_n, v_stride_h = v_stride_b * STEP, v_stride_n * STEP, v_stride_h * STEP
+    grad_stride_b, grad_stride_n, grad_stride_h = grad_stride_b * STEP, grad_stride_n * STEP, grad_stride_h * STEP
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     q_ptr += batch * q_stride_b + head * q_stride_h
@@ -206,8 +226,8 @@ def dual_key_kernel(
     grad_ptr += batch * grad_stride_b + head * grad_stride_h
     m_ptr += head * m_stride_h
     key, key_real, block = slot_tokens(
-        tl.program_id(0) * BM + tl.arange(0, BM), m_ptr, key_blocks, key_size, key_tokens,
-        KG0, KG1, KG2, KB0, KB1, KB2, False, True,
+        tl.program_id(0) * BM + tl.arange(0, BM), m_ptr, key_tokens, KM, KN,
+        KG0, KG1, KG2, KB0, KB1, KB2, False,
     )  # fmt: skip
     k0 = load_part(k_ptr, k_stride_n, key, key_real, 0, D, BD)
     k0 = turned_features(k0, key_rope_ptr, key, key_real, feature_eps, 0, D, BM, BD, ROPE, DOT)
@@ -221,17 +241,17 @@ def dual_key_kernel(
     if TV:
         v1 = load_part(v_ptr, v_stride_n, key, key_real, BV, DV, TV)
         dv1 = tl.zeros((BM, TV), dtype=tl.float32)
-    for start in range(0, query_blocks * query_size, BN):
+    for start in range(0, QM * QN, BN):
+        slot = start + tl.arange(0, BN)
         token, real, _ = slot_tokens(
-            start + tl.arange(0, BN), m_ptr, query_blocks, query_size, query_tokens,
-            QG0, QG1, QG2, QB0, QB1, QB2, False, True,
+            slot, m_ptr, query_tokens, QM, QN,
+            QG0, QG1, QG2, QB0, QB1, QB2, False,
         )  # fmt: skip
         q0 = load_part(q_ptr, q_stride_n, token, real, 0, D, BD)
         g0 = load_part(grad_ptr, grad_stride_n, token, real, 0, DV, BV)
         weight = coefficients(
-            m_ptr, block, key_real, m_stride_column, start, m_stride_row, query_size, query_blocks, real, BN,
-            QUERY_RUN,
-        )  # fmt: skip
+            m_ptr, block, key_real, m_stride_column, start, m_stride_row, real, QM, QN, BN, QUERY_RUN
+        )
         q0 = turned_features(q0, rope_ptr, token, real, feature_eps, 0, D, BN, BD, ROPE, DOT)
         score = dot(k0, tl.trans(q0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
         if TD:
@@ -241,7 +261,7 @@ def dual_key_kernel(
         if TV:
             g1 = load_part(grad_ptr, grad_stride_n, token, real, BV, DV, TV)
         if DIVIDE:
-            rows = (batch * query_tokens + token) * heads + head
+            rows = tl.program_id(1).to(tl.int64) * (QM * QN) + slot
             inverse = 1.0 / tl.load(den_ptr + rows, mask=real, other=1.0)
             delta = tl.load(delta_ptr + rows, mask=real, other=0.0)
             g0 = g0.to(tl.float32) * inverse[:, None]

@@ -10,7 +10,7 @@ from .derived import interleaved_angles
 from .dual_kernels import dual_forward_kernel, dual_key_kernel, dual_query_kernel
 from .partition import Partition
 from .triton_configs import DualConfig, dual_configs
-from .triton_launch import DOT, generation_of, launch, new_rows, start_first_fitting, unit_stride
+from .triton_launch import DOT, generation_of, launch, new_rows, start_first_fitting, strides_of, unit_stride
 
 __all__ = ["dual_backward", "dual_forward", "has_dual_backward"]
 
@@ -37,8 +37,10 @@ def has_dual_backward(query: Partition, key: Partition) -> bool:
     return _run(query, SHORTEST_RUN) > 1 and _run(key, SHORTEST_RUN) > 1
 
 
-def _side(part: Partition) -> tuple[int, ...]:
-    return part.num_tokens, part.num_blocks, part.block_size, *(part.layout or (1,) * 6)
+def _grid(letter: str, part: Partition) -> dict[str, int]:
+    names = ("M", "N", "G0", "G1", "G2", "B0", "B1", "B2")
+    values = (part.num_blocks, part.block_size, *(part.layout or (1,) * 6))
+    return {letter + name: value for name, value in zip(names, values, strict=True)}
 
 
 def _m_strides(mixing: torch.Tensor) -> tuple[int, ...]:
@@ -49,11 +51,12 @@ def _angles(rope, x: torch.Tensor) -> torch.Tensor:
     return x if rope is None else interleaved_angles(rope, x)
 
 
-def _constants(q: torch.Tensor, v: torch.Tensor, rope, divide: bool) -> dict:
+def _constants(q: torch.Tensor, v: torch.Tensor, query: Partition, key: Partition, rope, divide: bool) -> dict:
     (bd, td), (bv, tv) = _parts(q.shape[-1]), _parts(v.shape[-1])
     return {
         "D": q.shape[-1], "DV": v.shape[-1], "BD": bd, "TD": td, "BV": bv, "TV": tv,
         "ROPE": rope is not None, "DIVIDE": divide, "DOT": DOT[q.dtype],
+        **_grid("Q", query), **_grid("K", key),
     }  # fmt: skip
 
 
@@ -66,23 +69,25 @@ def dual_forward(
     q, k, v, mixing, query: Partition, key: Partition, rope, key_rope, feature_eps: float,
     denominator_eps: float, divide: bool, out_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out (B, N, H, Dv) in out_dtype; the denominators, float32 (B, N, H) (of no tokens without a denominator)."""
+    """out (B, N, H, Dv) in out_dtype; the denominators in block order, float32 (B, H, slots), none without `divide`."""
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     batch, tokens, heads, _ = q.shape
     out = new_rows(query, (batch, tokens, heads, v.shape[-1]), out_dtype, q.device)
-    den = new_rows(query, (batch, tokens if divide else 0, heads), torch.float32, q.device)
+    slots = query.num_blocks * query.block_size
+    den = torch.empty(batch, heads, slots if divide else 0, dtype=torch.float32, device=q.device)
     tables = tuple(q if part.layout is not None else part.table for part in (query, key))
     angles = _angles(rope, q), _angles(key_rope, k)
+    strides, step = strides_of(q, k, v)
 
     def start(config: DualConfig) -> None:
         if query.layout is None or key.layout is None:
             config = config._replace(num_stages=1)  # a table is a load that the loop's other loads wait for
         launch(
-            dual_forward_kernel, (triton.cdiv(query.num_blocks * query.block_size, config.BM), batch * heads), config,
-            q, k, v, mixing, *tables, *angles, out, den, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-            *_m_strides(mixing), heads, *_side(query), *_side(key), feature_eps, denominator_eps,
+            dual_forward_kernel, (triton.cdiv(slots, config.BM), batch * heads), config,
+            q, k, v, mixing, *tables, *angles, out, den, *strides,
+            *_m_strides(mixing), heads, tokens, k.shape[1], feature_eps, denominator_eps,
             RUN=_run(key, config.BN), TABLE=query.layout is None, KEY_TABLE=key.layout is None,
-            EVEN=query.equal and key.equal, **_constants(q, v, rope, divide),
+            STEP=step, **_constants(q, v, query, key, rope, divide),
         )  # fmt: skip
 
     if not _start("dual_forward", q, v.shape[-1], start):
@@ -100,10 +105,11 @@ def dual_backward(
     batch, tokens, heads, _ = q.shape
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty(den.shape, dtype=torch.float32, device=q.device)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *grad.stride()[:3], *_m_strides(mixing))
-    sides = (heads, *_side(query), *_side(key), feature_eps)
+    strides, step = strides_of(q, k, v, grad)
+    strides = (*strides, *_m_strides(mixing))
+    sides = (heads, tokens, k.shape[1], feature_eps)
     angles = _angles(rope, q), _angles(key_rope, k)
-    constants = _constants(q, v, rope, divide)
+    constants = {"STEP": step, **_constants(q, v, query, key, rope, divide)}
     pieces: list[torch.Tensor] = []
 
     def start_queries(config: DualConfig) -> None:

@@ -9,47 +9,43 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import operand, quotient, rotate
-
-__all__ = ["DUAL_SIZES"]
-
-DUAL_SIZES = [
-    "heads", "query_tokens", "query_blocks", "query_size", "key_tokens", "key_blocks", "key_size",
-    "QG0", "QG1", "QG2", "QB0", "QB1", "QB2", "KG0", "KG1", "KG2", "KB0", "KB1", "KB2",
-]  # fmt: skip
+from .tiles import operand, rotate
 
 
 @triton.jit
 def slot_tokens(
-    slot, table_ptr, num_blocks, block_size, num_tokens, G0, G1, G2, B0, B1, B2,
-    TABLE: tl.constexpr, EVEN: tl.constexpr,
+    slot, table_ptr, num_tokens, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
+    G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, B0: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
+    TABLE: tl.constexpr,
 ):  # fmt: skip
-    """(token id, whether it is one, its block) of slots."""
-    block = quotient(slot, block_size)
-    place = slot - block * block_size
-    real = block < num_blocks
+    """(token id, whether it is one, its block) of slots. The grid is compiled in: its divisions become shifts."""
+    number = slot.to(tl.uint32)
+    block = number // SIZE
+    place = number % SIZE
+    real = block < BLOCKS
     if TABLE:
         token = tl.load(table_ptr + slot, mask=real, other=-1)
         real = (token >= 0) & (token < num_tokens)
-        return tl.where(real, token, 0).to(tl.int64), real, block
+        return tl.where(real, token, 0).to(tl.int64), real, block.to(tl.int32)
     else:
-        line = quotient(block, B2)
-        last = block - line * B2
-        first = quotient(line, B1)
-        middle = line - first * B1
-        if EVEN:
-            size1, size2 = G1 // B1, G2 // B2
-            low0, low1, low2 = first * (G0 // B0), middle * size1, last * size2
+        last = block % B2
+        middle = block // B2 % B1
+        first = block // (B2 * B1)
+        if G0 % B0 == 0 and G1 % B1 == 0 and G2 % B2 == 0:
+            plane = first * (G0 // B0) + place // ((G1 // B1) * (G2 // B2))
+            row = middle * (G1 // B1) + place // (G2 // B2) % (G1 // B1)
+            column = last * (G2 // B2) + place % (G2 // B2)
         else:
-            low0, low1, low2 = quotient(first * G0, B0), quotient(middle * G1, B1), quotient(last * G2, B2)
-            size0 = quotient((first + 1) * G0, B0) - low0
-            size1 = quotient((middle + 1) * G1, B1) - low1
-            size2 = quotient((last + 1) * G2, B2) - low2
+            low0, low1, low2 = first * G0 // B0, middle * G1 // B1, last * G2 // B2
+            size0 = (first + 1) * G0 // B0 - low0
+            size1 = (middle + 1) * G1 // B1 - low1
+            size2 = (last + 1) * G2 // B2 - low2
             real = real & (place < size0 * size1 * size2)
-        row = quotient(place, size2)
-        plane = quotient(row, size1)
-        token = ((low0 + plane) * G1 + low1 + row - plane * size1) * G2 + low2 + place - row * size2
-        return tl.where(real, token, 0).to(tl.int64), real, block
+            plane = low0 + place // (size2 * size1)
+            row = low1 + place // size2 % size1
+            column = low2 + place % size2
+        token = ((plane * G1 + row) * G2 + column).to(tl.int32)
+        return tl.where(real, token, 0).to(tl.int64), real, block.to(tl.int32)
 
 
 @triton.jit
@@ -102,12 +98,12 @@ def store_part(x, out_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.c
 
 @triton.jit
 def coefficients(
-    m_ptr, row_block, row_real, row_stride, column_low, column_stride, column_size, column_blocks, column_real,
-    COLUMNS: tl.constexpr, RUN: tl.constexpr,
+    m_ptr, row_block, row_real, row_stride, column_low, column_stride, column_real,
+    BLOCKS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """m of each row's block and each run of columns, `(rows, COLUMNS / RUN)` float32, zero where either is padding."""
-    block = quotient(column_low + tl.arange(0, COLUMNS // RUN) * RUN, column_size)
-    real = block < column_blocks
+    block = ((column_low + tl.arange(0, COLUMNS // RUN) * RUN).to(tl.uint32) // SIZE).to(tl.int32)
+    real = block < BLOCKS
     if RUN == 1:
         real = real & column_real
     return tl.load(

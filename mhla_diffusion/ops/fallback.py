@@ -79,7 +79,7 @@ def dual(
         normalizer="paper" if divide else "none", denominator_eps=denominator_eps, out_dtype=out_dtype,
     )  # fmt: skip
     if not divide:
-        return out, q.new_empty(q.shape[0], 0, q.shape[2], dtype=torch.float32)
+        return out, q.new_empty(q.shape[0], q.shape[2], 0, dtype=torch.float32)
     mass = mixing @ mask_padding(features(k, key, feature_eps, torch.float32), key).sum(dim=-2)  # (B, H, M, D)
-    den = (features(q, query, feature_eps, torch.float32) * mass[..., None, :]).sum(dim=-1, keepdim=True)
-    return out, from_blocks(den, query)[..., 0] + denominator_eps
+    den = (features(q, query, feature_eps, torch.float32) * mass[..., None, :]).sum(dim=-1)
+    return out, den.flatten(2) + denominator_eps

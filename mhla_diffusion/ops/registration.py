@@ -145,7 +145,7 @@ def mhla_dual(
     feature_eps: float, denominator_eps: float, divide: bool, trusted: bool, out_dtype: torch.dtype,
     query_layout: Sequence[int] | None, key_layout: Sequence[int] | None, state_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out (B, N, H, Dv) in out_dtype, denominators (B, N, H) float32 (of no tokens when `divide` is off)."""
+    """out (B, N, H, Dv) in out_dtype, denominators in block order (B, H, slots) float32, none without `divide`."""
     from .dual_launch import dual_forward
 
     query = _part_of(query_table, query_layout, q.shape[1], trusted)
@@ -163,7 +163,9 @@ def _(
 ):  # fmt: skip
     batch, tokens, heads, _ = q.shape
     out = q.new_empty(batch, tokens, heads, v.shape[-1], dtype=out_dtype)
-    return out, q.new_empty(batch, tokens if divide else 0, heads, dtype=torch.float32)
+    query = _part_of(query_table, query_layout, tokens, trusted)
+    slots = query.num_blocks * query.block_size if divide else 0
+    return out, q.new_empty(batch, heads, slots, dtype=torch.float32)
 
 
 @torch.library.custom_op("mhla_diffusion::mhla_dual_backward", mutates_args=())

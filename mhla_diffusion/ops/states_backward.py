@@ -24,7 +24,7 @@ def pull_back_kernel(
     feature_eps, denominator_eps,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, MASS: tl.constexpr, KEYS: tl.constexpr,
-    FUSED: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr,
+    FUSED: tl.constexpr, REVERSE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """dx (B, N, H, D), contiguous. Program (batch, head, block, chunk of the block's tokens).
 
@@ -33,6 +33,8 @@ def pull_back_kernel(
     KEYS: x = k, y = v, state = the gradient of the block's state. FUSED also writes dv (B, N, H, Dv) to `own_ptr`.
     MASS: there is a denominator, so state rows end in z or its gradient. FUSED needs DV <= BV.
     """
+    x_stride_b, x_stride_n, x_stride_h = x_stride_b * STEP, x_stride_n * STEP, x_stride_h * STEP
+    y_stride_b, y_stride_n, y_stride_h = y_stride_b * STEP, y_stride_n * STEP, y_stride_h * STEP
     batch, head, row = locate(num_blocks * chunks, heads, head_group, REVERSE)
     block = row // chunks
     first, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)

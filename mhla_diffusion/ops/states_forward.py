@@ -34,12 +34,14 @@ def summarise_kernel(
     feature_eps, norm_eps,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, MASS: tl.constexpr,
-    ROWS: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr,
+    ROWS: tl.constexpr, REVERSE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """S = sum phi(x) y^T, z = sum phi(x). Program (batch, head, block, chunk of the block's tokens; value tile).
 
     x (B, N, H, D), y (B, N, H, Dv). ROWS: y is scaled and phi weighted (in z) by float32 `(B, N, H)` row weights.
     """
+    x_stride_b, x_stride_n, x_stride_h = x_stride_b * STEP, x_stride_n * STEP, x_stride_h * STEP
+    y_stride_b, y_stride_n, y_stride_h = y_stride_b * STEP, y_stride_n * STEP, y_stride_h * STEP
     batch, head, row = locate(num_blocks * chunks, heads, head_group, REVERSE)
     block = row // chunks
     first, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)
@@ -104,13 +106,16 @@ def read_out_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, DIVIDE: tl.constexpr,
     MASS: tl.constexpr, OUT_NORM: tl.constexpr, GATE: tl.constexpr, LOCAL: tl.constexpr, REVERSE: tl.constexpr,
-    DOT: tl.constexpr,
+    STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """out = phi(x) S [/ (phi(x) . z + eps)], [RMSNorm], [x gate], [+ local]; out (B, N, H, Dv), contiguous.
 
     Program (batch, head, block, chunk of the block's tokens; value tile). MASS: the state rows end in z.
     GATE: 0 none, 1 multiply, 2 multiply by SiLU(gate + gate_bias). OUT_NORM needs all value channels in one tile.
     """
+    x_stride_b, x_stride_n, x_stride_h = x_stride_b * STEP, x_stride_n * STEP, x_stride_h * STEP
+    gate_stride_b, gate_stride_n, gate_stride_h = gate_stride_b * STEP, gate_stride_n * STEP, gate_stride_h * STEP
+    local_stride_b, local_stride_n, local_stride_h = local_stride_b * STEP, local_stride_n * STEP, local_stride_h * STEP
     batch, head, row = locate(num_blocks * chunks, heads, head_group, REVERSE)
     block = row // chunks
     first, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)

@@ -2,7 +2,8 @@
 
 Tokens of a block come from index arithmetic (a grid of up to three axes, balanced edges, even or ragged) or from a table.
 DOT says how dot products are taken, always with float32 accumulation: "bf16" for bfloat16 inputs, "tf32" for float16
-(its range never overflows), "ieee" for float32.
+(its range never overflows), "ieee" for float32. Strides are passed in units of STEP: Triton takes 16-byte loads only where
+it sees the alignment, which it looks for in arguments divisible by 16, and a head of 72 channels is not.
 """
 
 from __future__ import annotations

@@ -124,9 +124,9 @@ def mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> list[Mi
 
 # (kernel, generation, bits) -> configuration for head dims up to 128.
 _DUAL = {
-    ("dual_forward", 9, 16): DualConfig(128, 64, 8, 2),
-    ("dual_query", 9, 16): DualConfig(64, 64, 4, 2),
-    ("dual_key", 9, 16): DualConfig(64, 64, 4, 2),
+    ("dual_forward", 9, 16): DualConfig(64, 64, 4, 2),
+    ("dual_query", 9, 16): DualConfig(64, 32, 4, 2),
+    ("dual_key", 9, 16): DualConfig(64, 32, 4, 2),
     ("dual_forward", 9, 32): DualConfig(32, 32, 4, 1),
     ("dual_query", 9, 32): DualConfig(32, 32, 4, 1),
     ("dual_key", 9, 32): DualConfig(32, 32, 4, 1),

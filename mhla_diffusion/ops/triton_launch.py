@@ -81,6 +81,13 @@ def unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def strides_of(*tensors: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """Strides of batch, tokens and heads of all tensors, in units of the second result."""
+    strides = [stride for x in tensors for stride in x.stride()[:3]]
+    step = 1 if any([stride % 8 for stride in strides]) else 8
+    return tuple([stride // step for stride in strides]), step
+
+
 def new_rows(part: Partition, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A buffer with one row per token; a table that was never checked may leave tokens out, these read as zero."""
     if part.trusted:
@@ -155,14 +162,15 @@ def summarise(
     scale, weight = (x, x) if rows is None else rows
     rstd, norm_weight, norm_eps, kind = _norm(norm, x)
     angles = _rope(rope, x)
+    strides, step = strides_of(x, y)
 
     def start(config: Config) -> None:
         launch(
             summarise_kernel, (blocks.programs, triton.cdiv(value_dim, config.BV)), blocks.config(config),
             x, y, blocks.table, angles, rstd, norm_weight, scale, weight, state,
-            *x.stride()[:3], *y.stride()[:3], *blocks.numbers, feature_eps, norm_eps,
+            *strides, *blocks.numbers, feature_eps, norm_eps,
             D=dim, DV=value_dim, BD=_padded(dim), ROPE=rope is not None, NORM=kind, MASS=mass,
-            ROWS=rows is not None, DOT=DOT[x.dtype], **blocks.constants,
+            ROWS=rows is not None, DOT=DOT[x.dtype], STEP=step, **blocks.constants,
         )  # fmt: skip
 
     if not start_first_fitting("summarise", x, value_dim, start):
@@ -206,6 +214,7 @@ def read_out(
     rstd, norm_weight, norm_eps, kind = _norm(norm, x)
     out_weight = x if after.norm_weight is None else after.norm_weight.contiguous()
     angles = _rope(rope, x)
+    strides, step = strides_of(x, gate, local)
 
     def start(config: Config) -> None:
         tiles = triton.cdiv(value_dim, config.BV)
@@ -214,12 +223,12 @@ def read_out(
         launch(
             read_out_kernel, (blocks.programs, tiles), blocks.config(config),
             x, blocks.table, angles, rstd, norm_weight, state, out_weight, gate, local, out,
-            *x.stride()[:3], *gate.stride()[:3], *local.stride()[:3], *blocks.numbers,
+            *strides, *blocks.numbers,
             feature_eps, norm_eps, denominator_eps, after.norm_eps, after.gate_bias or 0.0,
             D=dim, DV=value_dim, BD=_padded(dim), ROPE=rope is not None, NORM=kind, DIVIDE=divide, MASS=mass,
             OUT_NORM=after.norm_weight is not None,
             GATE=0 if after.gate is None else 1 if after.gate_bias is None else 2,
-            LOCAL=after.local is not None, DOT=_state_dot(x, state), **blocks.constants,
+            LOCAL=after.local is not None, DOT=_state_dot(x, state), STEP=step, **blocks.constants,
         )  # fmt: skip
 
     if not start_first_fitting("read_out", x, value_dim, start):
@@ -311,6 +320,7 @@ def _pull_back(name, x, y, state, part, rope, feature_eps, *, mass, denominator_
     blocks = _Blocks(part, x, y.stride(1), heads * dim, whole_state=state.shape[-1] * state.element_size())
     dx = new_rows(part, (batch, tokens, heads, dim), x.dtype, x.device)
     angles = _rope(rope, x)
+    strides, step = strides_of(x, y)
     results: list = [dx, None, None]
 
     def start(config: Config) -> None:
@@ -329,9 +339,9 @@ def _pull_back(name, x, y, state, part, rope, feature_eps, *, mass, denominator_
         launch(
             pull_back_kernel, (blocks.programs,), blocks.config(config),
             x, y, blocks.table, angles, state, dx, own, scale, weight,
-            *x.stride()[:3], *y.stride()[:3], *blocks.numbers, feature_eps, denominator_eps,
+            *strides, *blocks.numbers, feature_eps, denominator_eps,
             D=dim, DV=value_dim, BD=_padded(dim), ROPE=rope is not None, MASS=mass, KEYS=keys, FUSED=fused,
-            DOT=_state_dot(x, state), **blocks.constants,
+            DOT=_state_dot(x, state), STEP=step, **blocks.constants,
         )  # fmt: skip
 
     return results if start_first_fitting(name, x, value_dim, start) else None
