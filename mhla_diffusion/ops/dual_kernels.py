@@ -16,13 +16,11 @@ import triton.language as tl
 from .dual_tiles import (
     coefficients,
     feature_gradient,
-    load_part,
     slot_tokens,
-    store_part,
     turned_features,
     weigh,
 )
-from .tiles import dot, operand
+from .tiles import dot, load_part, operand, store_part
 
 __all__ = ["dual_forward_kernel", "dual_key_kernel", "dual_query_kernel"]
 

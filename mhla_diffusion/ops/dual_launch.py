@@ -9,20 +9,12 @@ from . import fallback
 from .derived import interleaved_angles
 from .dual_kernels import dual_forward_kernel, dual_key_kernel, dual_query_kernel
 from .partition import Partition
-from .triton_configs import DualConfig, dual_configs
+from .triton_configs import DualConfig, dual_configs, head_parts
 from .triton_launch import DOT, generation_of, launch, new_rows, start_first_fitting, strides_of, unit_stride
 
 __all__ = ["dual_backward", "dual_forward", "has_dual_backward"]
 
 SHORTEST_RUN = 8  # slots that share a coefficient; below, one coefficient is read for each pair of tokens
-
-
-def _parts(dim: int) -> tuple[int, int]:
-    """A head dim as one power of two, or as two when that saves padding: 72 -> 64 + 16 (of which 8 are used)."""
-    whole = max(16, triton.next_power_of_2(dim))
-    first = whole // 2
-    rest = max(16, triton.next_power_of_2(dim - first)) if dim > first else 0
-    return (first, rest) if 16 <= first < dim and first + rest < whole else (whole, 0)
 
 
 def _run(part: Partition, tile: int) -> int:
@@ -52,7 +44,7 @@ def _angles(rope, x: torch.Tensor) -> torch.Tensor:
 
 
 def _constants(q: torch.Tensor, v: torch.Tensor, query: Partition, key: Partition, rope, divide: bool) -> dict:
-    (bd, td), (bv, tv) = _parts(q.shape[-1]), _parts(v.shape[-1])
+    (bd, td), (bv, tv) = head_parts(q.shape[-1]), head_parts(v.shape[-1])
     return {
         "D": q.shape[-1], "DV": v.shape[-1], "BD": bd, "TD": td, "BV": bv, "TV": tv,
         "ROPE": rope is not None, "DIVIDE": divide, "DOT": DOT[q.dtype],

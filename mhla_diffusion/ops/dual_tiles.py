@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import operand, rotate
+from .tiles import features, load_part, operand, rotate
 
 
 @triton.jit
@@ -49,30 +49,12 @@ def slot_tokens(
 
 
 @triton.jit
-def part_mask(real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
-    if LOW + PART <= WIDTH:
-        return real[:, None]
-    else:
-        return real[:, None] & (LOW + tl.arange(0, PART) < WIDTH)[None, :]
-
-
-@triton.jit
-def load_part(x_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
-    """Channels LOW .. LOW + PART of the tokens' rows, zero beyond WIDTH."""
-    offset = token[:, None] * stride_n + (LOW + tl.arange(0, PART))[None, :]
-    return tl.load(x_ptr + offset, mask=part_mask(real, LOW, WIDTH, PART), other=0.0)
-
-
-@triton.jit
 def turned_features(
     x, rope_ptr, token, real, feature_eps, LOW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     PART: tl.constexpr, ROPE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """phi of loaded channels, turned, ready for a dot product over channels: zero in channels beyond D."""
-    x = x.to(tl.float32)
-    phi = tl.where(x < 0.0, 0.0, x) + feature_eps
-    if LOW + PART > D:
-        phi = tl.where((LOW + tl.arange(0, PART) < D)[None, :], phi, 0.0)
+    phi = features(x, 1.0, 1.0, feature_eps, LOW, D, 0, True)
     if ROPE:
         angle = load_part(rope_ptr, D, token, real, LOW, D, PART)
         phi = rotate(phi, angle, False, ROWS, PART)
@@ -88,12 +70,6 @@ def feature_gradient(
         dphi = rotate(dphi, load_part(rope_ptr, D, token, real, LOW, D, PART), True, ROWS, PART)
     x = load_part(x_ptr, stride_n, token, real, LOW, D, PART).to(tl.float32)
     return tl.where(x > 0.0, dphi, 0.0)
-
-
-@triton.jit
-def store_part(x, out_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
-    offset = token[:, None] * stride_n + (LOW + tl.arange(0, PART))[None, :]
-    tl.store(out_ptr + offset, x.to(out_ptr.dtype.element_ty), mask=part_mask(real, LOW, WIDTH, PART))
 
 
 @triton.jit

@@ -11,7 +11,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import SIZES, box, dot, features, locate, matrix_mask, operand, rotate, tile_mask, tokens_at
+from .tiles import (
+    SIZES,
+    box,
+    dot,
+    features,
+    load_mass,
+    load_part,
+    load_state,
+    locate,
+    operand,
+    rotate,
+    store_mass,
+    store_part,
+    store_state,
+    tokens_at,
+)
 
 __all__ = ["pull_back_kernel"]
 
@@ -22,7 +37,8 @@ def pull_back_kernel(
     x_stride_b, x_stride_n, x_stride_h, y_stride_b, y_stride_n, y_stride_h,
     num_tokens, num_blocks, block_size, chunks, chunk_size, heads, head_group, G0, G1, G2, B0, B1, B2,
     feature_eps, denominator_eps,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
+    BN: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, MASS: tl.constexpr, KEYS: tl.constexpr,
     FUSED: tl.constexpr, REVERSE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +47,8 @@ def pull_back_kernel(
     Queries: x = q, y = the output's gradient, state = the block's mixed state. FUSED also writes to `own_ptr` the
     gradient of that state, a row for each chunk; otherwise 1 / den and d den of every token, for `summarise_kernel`.
     KEYS: x = k, y = v, state = the gradient of the block's state. FUSED also writes dv (B, N, H, Dv) to `own_ptr`.
-    MASS: there is a denominator, so state rows end in z or its gradient. FUSED needs DV <= BV.
+    MASS: there is a denominator, so state rows end in z or its gradient. FUSED needs all value channels in one tile.
+    Head dims in two parts: see `states_forward`.
     """
     x_stride_b, x_stride_n, x_stride_h = x_stride_b * STEP, x_stride_n * STEP, x_stride_h * STEP
     y_stride_b, y_stride_n, y_stride_h = y_stride_b * STEP, y_stride_n * STEP, y_stride_h * STEP
@@ -40,83 +57,158 @@ def pull_back_kernel(
     first, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)
     low = row % chunks * chunk_size
     end = tl.minimum(count, low + chunk_size)
-    d = tl.arange(0, BD)
-    e = tl.arange(0, BV)
     x_ptr += batch * x_stride_b + head * x_stride_h
     y_ptr += batch * y_stride_b + head * y_stride_h
-    dx_ptr += batch * num_tokens * heads * D + head * D
+    dx_ptr += (batch * num_tokens * heads + head) * D
     state_ptr += ((batch * heads + head) * num_blocks + block) * (D * DV + (D if MASS else 0))
     if FUSED:
-        state = tl.load(state_ptr + d[:, None] * DV + e[None, :], mask=matrix_mask(d, e, D, DV), other=0.0)
+        s00 = load_state(state_ptr, 0, 0, D, DV, BD, BV)
+        if TV:
+            s01 = load_state(state_ptr, 0, BV, D, DV, BD, TV)
+        if TD:
+            s10 = load_state(state_ptr, BD, 0, D, DV, TD, BV)
+            if TV:
+                s11 = load_state(state_ptr, BD, BV, D, DV, TD, TV)
         if KEYS:
-            own_ptr += batch * num_tokens * heads * DV + head * DV
+            own_ptr += (batch * num_tokens * heads + head) * DV
         else:
             own_ptr += ((batch * heads + head) * (num_blocks * chunks) + row) * (D * DV + (D if MASS else 0))
-            own = tl.zeros((BD, BV), dtype=tl.float32)
-            own_mass = tl.zeros((BD,), dtype=tl.float32)
+            ds00 = tl.zeros((BD, BV), dtype=tl.float32)
+            dz0 = tl.zeros((BD,), dtype=tl.float32)
+            if TV:
+                ds01 = tl.zeros((BD, TV), dtype=tl.float32)
+            if TD:
+                ds10 = tl.zeros((TD, BV), dtype=tl.float32)
+                dz1 = tl.zeros((TD,), dtype=tl.float32)
+                if TV:
+                    ds11 = tl.zeros((TD, TV), dtype=tl.float32)
     if MASS:
-        mass = tl.load(state_ptr + D * DV + d, mask=d < D, other=0.0).to(tl.float32)
+        z0 = load_mass(state_ptr, 0, D, DV, BD)
+        if TD:
+            z1 = load_mass(state_ptr, BD, D, DV, TD)
 
     for start in range(low, end, BN):
         token, real = tokens_at(
             start + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size, num_tokens, G1, G2,
             TABLE, WIDE,
         )  # fmt: skip
-        inside = tile_mask(real, d, D, BD)
-        x = tl.load(x_ptr + token[:, None] * x_stride_n + d[None, :], mask=inside, other=0.0)
-        phi = features(x, token, real, x_ptr, 0.0, 0.0, feature_eps, D, 0)
-        turned = phi
+        x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
+        phi0 = features(x0, 1.0, 1.0, feature_eps, 0, D, 0, True)
+        turned0 = phi0
         if ROPE:
-            angle = tl.load(rope_ptr + token[:, None] * D + d[None, :], mask=inside, other=0.0)
-            turned = rotate(phi, angle, False, BN, BD)
-        turned = operand(turned, DOT)
+            angle0 = load_part(rope_ptr, D, token, real, 0, D, BD)
+            turned0 = rotate(phi0, angle0, False, BN, BD)
+        turned0 = operand(turned0, DOT)
+        if TD:
+            x1 = load_part(x_ptr, x_stride_n, token, real, BD, D, TD)
+            phi1 = features(x1, 1.0, 1.0, feature_eps, BD, D, 0, True)
+            turned1 = phi1
+            if ROPE:
+                angle1 = load_part(rope_ptr, D, token, real, BD, D, TD)
+                turned1 = rotate(phi1, angle1, False, BN, TD)
+            turned1 = operand(turned1, DOT)
         if not ROPE:
-            phi = turned.to(tl.float32)
+            phi0 = turned0.to(tl.float32)
+            if TD:
+                phi1 = turned1.to(tl.float32)
+
+        dphi0 = tl.zeros((BN, BD), dtype=tl.float32)
+        if TD:
+            dphi1 = tl.zeros((BN, TD), dtype=tl.float32)
         if FUSED:
-            within = tile_mask(real, e, DV, BV)
-            y = tl.load(y_ptr + token[:, None] * y_stride_n + e[None, :], mask=within, other=0.0)
-            dphi = dot(y, tl.trans(state), tl.zeros((BN, BD), dtype=tl.float32), DOT)
+            y0 = load_part(y_ptr, y_stride_n, token, real, 0, DV, BV)
+            dphi0 = dot(y0, tl.trans(s00), dphi0, DOT)
+            if TD:
+                dphi1 = dot(y0, tl.trans(s10), dphi1, DOT)
+            if TV:
+                y1 = load_part(y_ptr, y_stride_n, token, real, BV, DV, TV)
+                dphi0 = dot(y1, tl.trans(s01), dphi0, DOT)
+                if TD:
+                    dphi1 = dot(y1, tl.trans(s11), dphi1, DOT)
         else:
-            dphi = tl.zeros((BN, BD), dtype=tl.float32)
             for tile in range(0, DV, BV):
-                column = tile + e
-                within = real[:, None] & (column < DV)[None, :]
-                y = tl.load(y_ptr + token[:, None] * y_stride_n + column[None, :], mask=within, other=0.0)
-                part = tl.load(
-                    state_ptr + d[:, None] * DV + column[None, :], mask=matrix_mask(d, column, D, DV), other=0.0
+                column = tile + tl.arange(0, BV)
+                y0 = tl.load(
+                    y_ptr + token[:, None] * y_stride_n + column[None, :],
+                    mask=real[:, None] & (column < DV)[None, :],
+                    other=0.0,
                 )
-                dphi = dot(y, tl.trans(part), dphi, DOT)
+                dphi0 = dot(y0, tl.trans(load_state(state_ptr, 0, tile, D, DV, BD, BV)), dphi0, DOT)
+                if TD:
+                    dphi1 = dot(y0, tl.trans(load_state(state_ptr, BD, tile, D, DV, TD, BV)), dphi1, DOT)
+
         if MASS and not KEYS:
-            inverse = 1.0 / tl.where(real, tl.sum(phi * mass[None, :], axis=1) + denominator_eps, 1.0)
-            dden = -tl.sum(turned.to(tl.float32) * dphi, axis=1) * inverse * inverse
-            dphi = dphi * inverse[:, None]
+            den = tl.sum(phi0 * z0[None, :], axis=1) + denominator_eps
+            read = tl.sum(turned0.to(tl.float32) * dphi0, axis=1)
+            if TD:
+                den += tl.sum(phi1 * z1[None, :], axis=1)
+                read += tl.sum(turned1.to(tl.float32) * dphi1, axis=1)
+            inverse = 1.0 / tl.where(real, den, 1.0)
+            dden = -read * inverse * inverse
+            dphi0 = dphi0 * inverse[:, None]
+            if TD:
+                dphi1 = dphi1 * inverse[:, None]
             if FUSED:
-                y = y.to(tl.float32) * inverse[:, None]
-                own_mass += tl.sum(tl.where(real[:, None], phi, 0.0) * dden[:, None], axis=0)
+                y0 = y0.to(tl.float32) * inverse[:, None]
+                if TV:
+                    y1 = y1.to(tl.float32) * inverse[:, None]
+                dz0 += tl.sum(phi0 * dden[:, None], axis=0)  # dden is 0 in padding rows
+                if TD:
+                    dz1 += tl.sum(phi1 * dden[:, None], axis=0)
             else:
                 offset = (batch * num_tokens + token) * heads + head
                 tl.store(scale_ptr + offset, inverse, mask=real)
                 tl.store(mass_weight_ptr + offset, dden, mask=real)
+
         if FUSED:
             if KEYS:
-                dv = dot(turned, state, tl.zeros((BN, BV), dtype=tl.float32), DOT)
-                offset = token[:, None] * (heads * DV) + e[None, :]
-                tl.store(own_ptr + offset, dv.to(own_ptr.dtype.element_ty), mask=within)
+                dv = dot(turned0, s00, tl.zeros((BN, BV), dtype=tl.float32), DOT)
+                if TD:
+                    dv = dot(turned1, s10, dv, DOT)
+                store_part(dv, own_ptr, heads * DV, token, real, 0, DV, BV)
+                if TV:
+                    dv = dot(turned0, s01, tl.zeros((BN, TV), dtype=tl.float32), DOT)
+                    if TD:
+                        dv = dot(turned1, s11, dv, DOT)
+                    store_part(dv, own_ptr, heads * DV, token, real, BV, DV, TV)
             else:
-                own = dot(tl.trans(turned), y, own, DOT)
+                ds00 = dot(tl.trans(turned0), y0, ds00, DOT)
+                if TV:
+                    ds01 = dot(tl.trans(turned0), y1, ds01, DOT)
+                if TD:
+                    ds10 = dot(tl.trans(turned1), y0, ds10, DOT)
+                    if TV:
+                        ds11 = dot(tl.trans(turned1), y1, ds11, DOT)
+
         if ROPE:
-            dphi = rotate(dphi, angle, True, BN, BD)
+            dphi0 = rotate(dphi0, angle0, True, BN, BD)
+            if TD:
+                dphi1 = rotate(dphi1, angle1, True, BN, TD)
         if MASS:
             if KEYS:
-                dphi += mass[None, :]
+                dphi0 += z0[None, :]
+                if TD:
+                    dphi1 += z1[None, :]
             else:
-                dphi += dden[:, None] * mass[None, :]
-        dx = tl.where(x.to(tl.float32) > 0.0, dphi, 0.0)
-        tl.store(dx_ptr + token[:, None] * (heads * D) + d[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+                dphi0 += dden[:, None] * z0[None, :]
+                if TD:
+                    dphi1 += dden[:, None] * z1[None, :]
+        dx = tl.where(x0.to(tl.float32) > 0.0, dphi0, 0.0)
+        store_part(dx, dx_ptr, heads * D, token, real, 0, D, BD)
+        if TD:
+            dx = tl.where(x1.to(tl.float32) > 0.0, dphi1, 0.0)
+            store_part(dx, dx_ptr, heads * D, token, real, BD, D, TD)
 
     if FUSED:
         if not KEYS:
-            kind = own_ptr.dtype.element_ty
-            tl.store(own_ptr + d[:, None] * DV + e[None, :], own.to(kind), mask=matrix_mask(d, e, D, DV))
+            store_state(own_ptr, ds00, 0, 0, D, DV, BD, BV)
+            if TV:
+                store_state(own_ptr, ds01, 0, BV, D, DV, BD, TV)
+            if TD:
+                store_state(own_ptr, ds10, BD, 0, D, DV, TD, BV)
+                if TV:
+                    store_state(own_ptr, ds11, BD, BV, D, DV, TD, TV)
             if MASS:
-                tl.store(own_ptr + D * DV + d, own_mass.to(kind), mask=d < D)
+                store_mass(own_ptr, dz0, 0, D, DV, BD)
+                if TD:
+                    store_mass(own_ptr, dz1, BD, D, DV, TD)

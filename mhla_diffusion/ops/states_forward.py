@@ -1,7 +1,9 @@
 """Triton kernels of the states form, forward: block summaries from keys and values, and their read-out by queries.
 
 One program owns a block of tokens of one head, so nothing is accumulated by atomics and results are deterministic.
-A state row holds S (D x Dv), then z (D) when there is a denominator: `(B, H, rows, D * Dv [+ D])`.
+A state row holds S (D x Dv), then z (D) when there is a denominator: `(B, H, rows, D * Dv [+ D])`. A head dim that is no
+power of two is held in two parts, 72 = 64 + 8 (padded to 16): channels 0 .. BD in x0, s00, s01, z0, BD .. BD + TD in x1,
+s10, s11, z1; values likewise by BV and TV. Without TV, programs may share the value channels, BV each.
 """
 
 from __future__ import annotations
@@ -14,12 +16,19 @@ from .tiles import (
     box,
     dot,
     features,
+    load_mass,
+    load_part,
+    load_state,
+    load_values,
     locate,
-    matrix_mask,
     norm_weight_of,
     operand,
     rotate,
-    tile_mask,
+    square_sum,
+    store_mass,
+    store_part,
+    store_state,
+    store_values,
     tokens_at,
 )
 
@@ -32,7 +41,8 @@ def summarise_kernel(
     x_stride_b, x_stride_n, x_stride_h, y_stride_b, y_stride_n, y_stride_h,
     num_tokens, num_blocks, block_size, chunks, chunk_size, heads, head_group, G0, G1, G2, B0, B1, B2,
     feature_eps, norm_eps,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
+    BN: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, MASS: tl.constexpr,
     ROWS: tl.constexpr, REVERSE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -47,53 +57,87 @@ def summarise_kernel(
     first, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)
     low = row % chunks * chunk_size
     end = tl.minimum(count, low + chunk_size)
-    d = tl.arange(0, BD)
-    e = tl.program_id(1) * BV + tl.arange(0, BV)
+    value_low = tl.program_id(1) * BV
     x_ptr += batch * x_stride_b + head * x_stride_h
-    y_ptr += batch * y_stride_b + head * y_stride_h
+    y_ptr += batch * y_stride_b + head * y_stride_h + value_low
     rstd_ptr += batch * num_tokens
-    weight = norm_weight_of(weight_ptr, head, d, D, NORM)
+    weight0 = norm_weight_of(weight_ptr, head, 0, D, BD, NORM)
+    weight1 = norm_weight_of(weight_ptr, head, BD, D, TD, NORM)
 
-    summary = tl.zeros((BD, BV), dtype=tl.float32)
-    mass = tl.zeros((BD,), dtype=tl.float32)
+    s00 = tl.zeros((BD, BV), dtype=tl.float32)
+    z0 = tl.zeros((BD,), dtype=tl.float32)
+    if TV:
+        s01 = tl.zeros((BD, TV), dtype=tl.float32)
+    if TD:
+        s10 = tl.zeros((TD, BV), dtype=tl.float32)
+        z1 = tl.zeros((TD,), dtype=tl.float32)
+        if TV:
+            s11 = tl.zeros((TD, TV), dtype=tl.float32)
     for start in range(low, end, BN):
         token, real = tokens_at(
             start + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size, num_tokens, G1, G2,
             TABLE, WIDE,
         )  # fmt: skip
-        inside = tile_mask(real, d, D, BD)
-        x = tl.load(x_ptr + token[:, None] * x_stride_n + d[None, :], mask=inside, other=0.0)
-        y = tl.load(
-            y_ptr + token[:, None] * y_stride_n + e[None, :], mask=real[:, None] & (e < DV)[None, :], other=0.0
-        )
-        phi = features(x, token, real, rstd_ptr, weight, norm_eps, feature_eps, D, NORM)
-        turned = phi
+        x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
+        y0 = load_values(y_ptr, y_stride_n, token, real, value_low, 0, DV, BV, TV)
         if ROPE:
-            angle = tl.load(rope_ptr + token[:, None] * D + d[None, :], mask=inside, other=0.0)
-            turned = rotate(phi, angle, False, BN, BD)
-        turned = operand(turned, DOT)
-        if not ROPE:
-            # Numerator and denominator from the same rounded features: equal values then cancel exactly.
-            phi = turned.to(tl.float32)
+            angle0 = load_part(rope_ptr, D, token, real, 0, D, BD)
+        if TD:
+            x1 = load_part(x_ptr, x_stride_n, token, real, BD, D, TD)
+        if TV:
+            y1 = load_part(y_ptr, y_stride_n, token, real, BV, DV, TV)
         if ROWS:
-            offset = (batch * num_tokens + token) * heads + head
-            y = y.to(tl.float32) * tl.load(scale_ptr + offset, mask=real, other=0.0)[:, None]
-            if MASS:
-                phi = phi * tl.load(mass_weight_ptr + offset, mask=real, other=0.0)[:, None]
-        if MASS:
-            mass += tl.sum(tl.where(real[:, None], phi, 0.0), axis=0)
+            rows = (batch * num_tokens + token) * heads + head
+            scale = tl.load(scale_ptr + rows, mask=real, other=0.0)
+            y0 = y0.to(tl.float32) * scale[:, None]
+            if TV:
+                y1 = y1.to(tl.float32) * scale[:, None]
+        row_weight = tl.where(real, 1.0, 0.0)
+        if ROWS and MASS:
+            row_weight = tl.load(mass_weight_ptr + rows, mask=real, other=0.0)
+        rstd = tl.load(rstd_ptr + token, mask=real, other=0.0) if NORM == 1 else 1.0
+        if NORM == 2:
+            rstd = square_sum(x0)
+            if TD:
+                rstd += square_sum(x1)
+            rstd = tl.rsqrt(rstd / D + norm_eps)
         # Padding rows of phi are not zero, but those of y are.
-        summary = dot(tl.trans(turned), y, summary, DOT)
+        phi0 = features(x0, rstd, weight0, feature_eps, 0, D, NORM, False)
+        turned0 = operand(rotate(phi0, angle0, False, BN, BD) if ROPE else phi0, DOT)
+        s00 = dot(tl.trans(turned0), y0, s00, DOT)
+        if TV:
+            s01 = dot(tl.trans(turned0), y1, s01, DOT)
+        if MASS:
+            # Numerator and denominator from the same rounded features: equal values then cancel exactly.
+            phi0 = phi0 if ROPE else turned0.to(tl.float32)
+            z0 += tl.sum(phi0 * row_weight[:, None], axis=0)
+        if TD:
+            phi1 = features(x1, rstd, weight1, feature_eps, BD, D, NORM, False)
+            turned1 = phi1
+            if ROPE:
+                angle1 = load_part(rope_ptr, D, token, real, BD, D, TD)
+                turned1 = rotate(phi1, angle1, False, BN, TD)
+            turned1 = operand(turned1, DOT)
+            s10 = dot(tl.trans(turned1), y0, s10, DOT)
+            if TV:
+                s11 = dot(tl.trans(turned1), y1, s11, DOT)
+            if MASS:
+                phi1 = phi1 if ROPE else turned1.to(tl.float32)
+                z1 += tl.sum(phi1 * row_weight[:, None], axis=0)
 
     state_ptr += ((batch * heads + head) * (num_blocks * chunks) + row) * (D * DV + (D if MASS else 0))
-    tl.store(
-        state_ptr + d[:, None] * DV + e[None, :],
-        summary.to(state_ptr.dtype.element_ty),
-        mask=matrix_mask(d, e, D, DV),
-    )
+    store_state(state_ptr, s00, 0, value_low, D, DV, BD, BV)
+    if TV:
+        store_state(state_ptr, s01, 0, BV, D, DV, BD, TV)
+    if TD:
+        store_state(state_ptr, s10, BD, value_low, D, DV, TD, BV)
+        if TV:
+            store_state(state_ptr, s11, BD, BV, D, DV, TD, TV)
     if MASS:
         if tl.program_id(1) == 0:
-            tl.store(state_ptr + D * DV + d, mass.to(state_ptr.dtype.element_ty), mask=d < D)
+            store_mass(state_ptr, z0, 0, D, DV, BD)
+            if TD:
+                store_mass(state_ptr, z1, BD, D, DV, TD)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -103,7 +147,8 @@ def read_out_kernel(
     local_stride_b, local_stride_n, local_stride_h,
     num_tokens, num_blocks, block_size, chunks, chunk_size, heads, head_group, G0, G1, G2, B0, B1, B2,
     feature_eps, norm_eps, denominator_eps, out_norm_eps, gate_bias,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BN: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
+    BN: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, DIVIDE: tl.constexpr,
     MASS: tl.constexpr, OUT_NORM: tl.constexpr, GATE: tl.constexpr, LOCAL: tl.constexpr, REVERSE: tl.constexpr,
     STEP: tl.constexpr, DOT: tl.constexpr,
@@ -121,55 +166,104 @@ def read_out_kernel(
     first, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)
     low = row % chunks * chunk_size
     end = tl.minimum(count, low + chunk_size)
-    d = tl.arange(0, BD)
-    e = tl.program_id(1) * BV + tl.arange(0, BV)
+    value_low = tl.program_id(1) * BV
     x_ptr += batch * x_stride_b + head * x_stride_h
-    gate_ptr += batch * gate_stride_b + head * gate_stride_h
-    local_ptr += batch * local_stride_b + head * local_stride_h
-    out_ptr += batch * num_tokens * heads * DV + head * DV
+    gate_ptr += batch * gate_stride_b + head * gate_stride_h + value_low
+    local_ptr += batch * local_stride_b + head * local_stride_h + value_low
+    out_ptr += (batch * num_tokens * heads + head) * DV + value_low
     rstd_ptr += batch * num_tokens
-    weight = norm_weight_of(weight_ptr, head, d, D, NORM)
+    weight0 = norm_weight_of(weight_ptr, head, 0, D, BD, NORM)
+    weight1 = norm_weight_of(weight_ptr, head, BD, D, TD, NORM)
     state_ptr += ((batch * heads + head) * num_blocks + block) * (D * DV + (D if MASS else 0))
-    state = tl.load(state_ptr + d[:, None] * DV + e[None, :], mask=matrix_mask(d, e, D, DV), other=0.0)
+    s00 = load_state(state_ptr, 0, value_low, D, DV, BD, BV)
+    if TV:
+        s01 = load_state(state_ptr, 0, BV, D, DV, BD, TV)
+    if TD:
+        s10 = load_state(state_ptr, BD, value_low, D, DV, TD, BV)
+        if TV:
+            s11 = load_state(state_ptr, BD, BV, D, DV, TD, TV)
     if DIVIDE:
-        mass = tl.load(state_ptr + D * DV + d, mask=d < D, other=0.0).to(tl.float32)
-    if OUT_NORM:
-        out_weight = tl.load(out_weight_ptr + e, mask=e < DV, other=0.0).to(tl.float32)
+        z0 = load_mass(state_ptr, 0, D, DV, BD)
+        if TD:
+            z1 = load_mass(state_ptr, BD, D, DV, TD)
 
     for start in range(low, end, BN):
         token, real = tokens_at(
             start + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size, num_tokens, G1, G2,
             TABLE, WIDE,
         )  # fmt: skip
-        inside = tile_mask(real, d, D, BD)
-        x = tl.load(x_ptr + token[:, None] * x_stride_n + d[None, :], mask=inside, other=0.0)
-        phi = features(x, token, real, rstd_ptr, weight, norm_eps, feature_eps, D, NORM)
-        turned = phi
+        x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
         if ROPE:
-            angle = tl.load(rope_ptr + token[:, None] * D + d[None, :], mask=inside, other=0.0)
-            turned = rotate(phi, angle, False, BN, BD)
-        turned = operand(turned, DOT)
+            angle0 = load_part(rope_ptr, D, token, real, 0, D, BD)
+        if TD:
+            x1 = load_part(x_ptr, x_stride_n, token, real, BD, D, TD)
+        rstd = tl.load(rstd_ptr + token, mask=real, other=0.0) if NORM == 1 else 1.0
+        if NORM == 2:
+            rstd = square_sum(x0)
+            if TD:
+                rstd += square_sum(x1)
+            rstd = tl.rsqrt(rstd / D + norm_eps)
+        phi0 = features(x0, rstd, weight0, feature_eps, 0, D, NORM, False)
+        turned0 = operand(rotate(phi0, angle0, False, BN, BD) if ROPE else phi0, DOT)
         # Channels beyond D meet zero rows of the state.
-        out = dot(turned, state, tl.zeros((BN, BV), dtype=tl.float32), DOT)
+        out0 = dot(turned0, s00, tl.zeros((BN, BV), dtype=tl.float32), DOT)
+        if TV:
+            out1 = dot(turned0, s01, tl.zeros((BN, TV), dtype=tl.float32), DOT)
         if DIVIDE:
-            if not ROPE:
-                phi = turned.to(tl.float32)
-            out = out / (tl.sum(phi * mass[None, :], axis=1) + denominator_eps)[:, None]
+            phi0 = phi0 if ROPE else turned0.to(tl.float32)
+            den = tl.sum(phi0 * z0[None, :], axis=1) + denominator_eps
+        if TD:
+            phi1 = features(x1, rstd, weight1, feature_eps, BD, D, NORM, False)
+            turned1 = phi1
+            if ROPE:
+                angle1 = load_part(rope_ptr, D, token, real, BD, D, TD)
+                turned1 = rotate(phi1, angle1, False, BN, TD)
+            turned1 = operand(turned1, DOT)
+            out0 = dot(turned1, s10, out0, DOT)
+            if TV:
+                out1 = dot(turned1, s11, out1, DOT)
+            if DIVIDE:
+                phi1 = phi1 if ROPE else turned1.to(tl.float32)
+                den += tl.sum(phi1 * z1[None, :], axis=1)
+        if DIVIDE:
+            out0 = out0 / den[:, None]
+            if TV:
+                out1 = out1 / den[:, None]
         if OUT_NORM:
-            out = out * tl.rsqrt(tl.sum(out * out, axis=1) / DV + out_norm_eps)[:, None] * out_weight[None, :]
-        within = tile_mask(real, e, DV, BV) if DV <= BV else real[:, None] & (e < DV)[None, :]
+            scale = square_sum(out0)
+            if TV:
+                scale += square_sum(out1)
+            scale = tl.rsqrt(scale / DV + out_norm_eps)
+            out0 = out0 * scale[:, None] * channel_weight(out_weight_ptr, 0, DV, BV)[None, :]
+            if TV:
+                out1 = out1 * scale[:, None] * channel_weight(out_weight_ptr, BV, DV, TV)[None, :]
         if GATE:
-            gate = tl.load(gate_ptr + token[:, None] * gate_stride_n + e[None, :], mask=within, other=0.0)
-            gate = gate.to(tl.float32)
-            if GATE == 2:
-                gate += gate_bias
-                gate = gate * tl.sigmoid(gate)
-            out = out * gate
+            gate = load_values(gate_ptr, gate_stride_n, token, real, value_low, 0, DV, BV, TV)
+            out0 = out0 * activated(gate, gate_bias, GATE)
+            if TV:
+                out1 = out1 * activated(load_part(gate_ptr, gate_stride_n, token, real, BV, DV, TV), gate_bias, GATE)
         if LOCAL:
-            local = tl.load(local_ptr + token[:, None] * local_stride_n + e[None, :], mask=within, other=0.0)
-            out = out + local.to(tl.float32)
-        offset = token[:, None] * (heads * DV) + e[None, :]
-        tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=within)
+            out0 += load_values(local_ptr, local_stride_n, token, real, value_low, 0, DV, BV, TV).to(tl.float32)
+            if TV:
+                out1 += load_part(local_ptr, local_stride_n, token, real, BV, DV, TV).to(tl.float32)
+        store_values(out0, out_ptr, heads * DV, token, real, value_low, 0, DV, BV, TV)
+        if TV:
+            store_part(out1, out_ptr, heads * DV, token, real, BV, DV, TV)
+
+
+@triton.jit
+def activated(gate, gate_bias, GATE: tl.constexpr):
+    gate = gate.to(tl.float32)
+    if GATE == 2:
+        gate += gate_bias
+        gate = gate * tl.sigmoid(gate)
+    return gate
+
+
+@triton.jit
+def channel_weight(weight_ptr, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
+    channel = LOW + tl.arange(0, PART)
+    return tl.load(weight_ptr + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "width"])

@@ -81,43 +81,122 @@ def tokens_at(
 
 
 @triton.jit
-def tile_mask(real, channel, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    if WIDTH == PADDED:
+def part_mask(real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
+    if LOW + PART <= WIDTH:
         return real[:, None]
     else:
-        return real[:, None] & (channel < WIDTH)[None, :]
+        return real[:, None] & (LOW + tl.arange(0, PART) < WIDTH)[None, :]
 
 
 @triton.jit
-def matrix_mask(row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    return (row < ROWS)[:, None] & (column < COLUMNS)[None, :]
+def load_part(x_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
+    """Channels LOW .. LOW + PART of the tokens' rows, zero beyond WIDTH."""
+    offset = token[:, None] * stride_n + (LOW + tl.arange(0, PART))[None, :]
+    return tl.load(x_ptr + offset, mask=part_mask(real, LOW, WIDTH, PART), other=0.0)
 
 
 @triton.jit
-def norm_weight_of(weight_ptr, head, channel, D: tl.constexpr, NORM: tl.constexpr):
-    if NORM == 0:
-        return 0.0
-    elif NORM == 1:
-        return tl.load(weight_ptr + head * D + channel, mask=channel < D, other=0.0).to(tl.float32)
+def store_part(x, out_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
+    offset = token[:, None] * stride_n + (LOW + tl.arange(0, PART))[None, :]
+    tl.store(out_ptr + offset, x.to(out_ptr.dtype.element_ty), mask=part_mask(real, LOW, WIDTH, PART))
+
+
+@triton.jit
+def value_mask(real, low, LOW: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr):
+    if TV or BV == DV:
+        return part_mask(real, LOW, DV, BV)
     else:
+        return real[:, None] & (low + tl.arange(0, BV) < DV)[None, :]
+
+
+@triton.jit
+def load_values(
+    y_ptr, stride_n, token, real, low, LOW: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr
+):
+    """A program's tile of the value channels, which starts at `low`; y_ptr points there already."""
+    offset = token[:, None] * stride_n + tl.arange(0, BV)[None, :]
+    return tl.load(y_ptr + offset, mask=value_mask(real, low, LOW, DV, BV, TV), other=0.0)
+
+
+@triton.jit
+def store_values(
+    y, y_ptr, stride_n, token, real, low, LOW: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr
+):
+    offset = token[:, None] * stride_n + tl.arange(0, BV)[None, :]
+    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=value_mask(real, low, LOW, DV, BV, TV))
+
+
+@triton.jit
+def state_mask(LOW: tl.constexpr, value_low, D: tl.constexpr, DV: tl.constexpr, PD: tl.constexpr, PV: tl.constexpr):
+    return (LOW + tl.arange(0, PD) < D)[:, None] & (value_low + tl.arange(0, PV) < DV)[None, :]
+
+
+@triton.jit
+def load_state(
+    state_ptr, LOW: tl.constexpr, value_low, D: tl.constexpr, DV: tl.constexpr, PD: tl.constexpr, PV: tl.constexpr
+):
+    """Part of S: rows LOW .., columns value_low ..; zero outside."""
+    offset = (LOW + tl.arange(0, PD))[:, None] * DV + (value_low + tl.arange(0, PV))[None, :]
+    return tl.load(state_ptr + offset, mask=state_mask(LOW, value_low, D, DV, PD, PV), other=0.0)
+
+
+@triton.jit
+def store_state(
+    state_ptr, part, LOW: tl.constexpr, value_low, D: tl.constexpr, DV: tl.constexpr, PD: tl.constexpr,
+    PV: tl.constexpr,
+):  # fmt: skip
+    offset = (LOW + tl.arange(0, PD))[:, None] * DV + (value_low + tl.arange(0, PV))[None, :]
+    part = part.to(state_ptr.dtype.element_ty)
+    tl.store(state_ptr + offset, part, mask=state_mask(LOW, value_low, D, DV, PD, PV))
+
+
+@triton.jit
+def load_mass(state_ptr, LOW: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr):
+    d = LOW + tl.arange(0, PART)
+    return tl.load(state_ptr + D * DV + d, mask=d < D, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_mass(state_ptr, part, LOW: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr):
+    d = LOW + tl.arange(0, PART)
+    tl.store(state_ptr + D * DV + d, part.to(state_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def norm_weight_of(
+    weight_ptr, head, LOW: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, NORM: tl.constexpr
+):
+    if NORM == 0 or PART == 0:
+        return 0.0
+    else:
+        channel = LOW + tl.arange(0, PART)
+        if NORM == 1:
+            weight_ptr += head * D
         return tl.load(weight_ptr + channel, mask=channel < D, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def features(
-    x, token, real, rstd_ptr, weight, norm_eps, feature_eps, D: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """phi of a tile in float32. NORM: 0 none, 1 RMSNorm across heads with the row's rstd, 2 RMSNorm per head.
+def square_sum(x):
+    x = x.to(tl.float32)
+    return tl.sum(x * x, axis=1)
 
-    Padding rows become feature_eps, not 0: whoever sums them has to mask.
+
+@triton.jit
+def features(
+    x, rstd, weight, feature_eps, LOW: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, ZERO: tl.constexpr
+):
+    """phi of a tile in float32, of x * rstd * weight with NORM. ZERO: channels beyond D become 0 instead of feature_eps.
+
+    Padding rows become feature_eps: whoever sums them has to mask.
     """
     x = x.to(tl.float32)
-    if NORM == 1:
-        x = x * tl.load(rstd_ptr + token, mask=real, other=0.0)[:, None] * weight[None, :]
-    if NORM == 2:
-        x = x * tl.rsqrt(tl.sum(x * x, axis=1) / D + norm_eps)[:, None] * weight[None, :]
+    if NORM:
+        x = x * rstd[:, None] * weight[None, :]
     # Written so that NaN stays NaN: a non-finite activation has to surface, not turn into 0.
-    return tl.where(x < 0.0, 0.0, x) + feature_eps
+    phi = tl.where(x < 0.0, 0.0, x) + feature_eps
+    if ZERO and LOW + x.shape[1] > D:
+        phi = tl.where((LOW + tl.arange(0, x.shape[1]) < D)[None, :], phi, 0.0)
+    return phi
 
 
 @triton.jit

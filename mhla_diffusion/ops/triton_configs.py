@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
-    "Config", "DualConfig", "MixConfig", "Warps", "chunk_count", "dual_configs", "head_group", "launch_configs",
-    "mix_configs",
+    "Config", "DualConfig", "MixConfig", "Warps", "chunk_count", "dual_configs", "head_group", "head_parts",
+    "launch_configs", "mix_configs",
 ]  # fmt: skip
 
 
 class Config(NamedTuple):
-    """BN tokens and BV value channels per tile, warps per program, stages of the software pipeline."""
+    """BN tokens and BV value channels per tile (of the first part, where there are two), warps, pipeline stages."""
 
     BN: int
     BV: int
@@ -73,12 +73,28 @@ _TABLE = {
 # The same key with a kernel's name in front, where that kernel wants something else.
 _BY_KERNEL = {
     ("summarise", 9, 16, 128): Config(32, 128, 8, 3),
+    ("summarise", 9, 16, 80): Config(64, 64, 4, 2),
+    ("read_out", 9, 16, 80): Config(64, 64, 4, 2),
+    ("query_gradients", 9, 16, 80): Config(64, 64, 4, 2),
+    ("key_gradients", 9, 16, 80): Config(64, 64, 4, 2),
     ("read_out", 9, 16, 128): Config(64, 128, 4, 3),
     ("query_gradients", 9, 16, 128): Config(64, 128, 8, 3),
     ("key_gradients", 9, 16, 128): Config(64, 128, 8, 3),
 }
 _MIX = {16: MixConfig(64, 256, 32, 4, 3), 32: MixConfig(32, 64, 32, 4, 2)}
 _MIX_GRADIENT = {16: MixConfig(64, 64, 64, 4, 4), 32: MixConfig(32, 32, 32, 4, 2)}
+
+
+def head_parts(dim: int) -> tuple[int, int]:
+    """A head dim as one power of two, or as two when that saves padding: 72 -> 64 + 16 (of which 8 are used)."""
+    whole = _power(dim)
+    first = whole // 2
+    rest = _power(dim - first) if dim > first else 0
+    return (first, rest) if 16 <= first < dim and first + rest < whole else (whole, 0)
+
+
+def _power(dim: int) -> int:
+    return max(16, 1 << (dim - 1).bit_length())  # dot products need at least 16 on every side
 
 
 def smaller(config: Config) -> Config | None:
@@ -98,11 +114,12 @@ def launch_configs(generation: int, dot_bits: int, padded_dim: int, kernel: str 
     Args:
         generation: CUDA compute capability's major number (0 under the interpreter, which takes any).
         dot_bits: 16 for bf16 operands, 32 for float32 and tf32.
-        padded_dim: the larger of the key and value head dims, rounded up to a power of two, 16 to 256.
+        padded_dim: the larger of the key and value head dims as `head_parts` pads it, 16 to 256.
         kernel: summarise, read_out, query_gradients or key_gradients.
     """
-    key = (9 if generation >= 9 or generation == 0 else 8, dot_bits, max(padded_dim, 32))
-    config: Config | None = _BY_KERNEL.get((kernel, *key), _TABLE[key])
+    place = (9 if generation >= 9 or generation == 0 else 8, dot_bits)
+    default = _TABLE[*place, max(_power(padded_dim), 32)]
+    config: Config | None = _BY_KERNEL.get((kernel, *place, max(padded_dim, 32)), default)
     configs = []
     while config is not None:
         configs.append(config)

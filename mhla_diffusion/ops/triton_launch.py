@@ -17,7 +17,7 @@ from .partition import Partition
 from .states_backward import pull_back_kernel
 from .states_forward import read_out_kernel, rstd_kernel, summarise_kernel
 from .states_mixing import mix_gradient_kernel, mix_kernel, spread_kernel
-from .triton_configs import Config, MixConfig, Warps, chunk_count, head_group, launch_configs, mix_configs
+from .triton_configs import Config, MixConfig, Warps, chunk_count, head_group, head_parts, launch_configs, mix_configs
 
 __all__ = ["Epilogue", "key_gradients", "launch", "mix", "mix_gradient", "query_gradients", "read_out", "summarise"]
 
@@ -30,7 +30,7 @@ _warned: set[tuple] = set()
 
 def launch(kernel, grid: tuple[int, ...], config, *args, **constants) -> None:
     """The one place where a kernel starts."""
-    kernel[grid](*args, **config._asdict(), **constants)
+    kernel[grid](*args, **{**config._asdict(), **constants})
 
 
 def _warn_once(x: torch.Tensor, value_dim: int, outcome: str, error: OutOfResources | None) -> None:
@@ -51,7 +51,7 @@ def generation_of(device: torch.device) -> int:
 
 
 def _configs(name: str, x: torch.Tensor, value_dim: int) -> list[Config]:
-    widest = triton.next_power_of_2(max(x.shape[-1], value_dim))
+    widest = max(sum(head_parts(x.shape[-1])), sum(head_parts(value_dim)))
     return launch_configs(generation_of(x.device), 16 if x.dtype == torch.bfloat16 else 32, widest, name)
 
 
@@ -95,8 +95,16 @@ def new_rows(part: Partition, shape: tuple[int, ...], dtype: torch.dtype, device
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _padded(dim: int) -> int:
-    return max(16, triton.next_power_of_2(dim))  # tl.dot needs at least 16 on every side
+def _channels(dim: int, value_dim: int, config: Config) -> dict[str, int]:
+    (bd, td), (bv, tv) = head_parts(dim), head_parts(value_dim)
+    if bv > config.BV or (tv and config.BV < 64):
+        bv, tv = config.BV, 0  # value channels in several tiles
+    return {"D": dim, "DV": value_dim, "BD": bd, "TD": td, "BV": bv, "TV": tv}
+
+
+def _value_tiles(value_dim: int, config: Config) -> int:
+    channels = _channels(16, value_dim, config)
+    return triton.cdiv(value_dim, channels["BV"] + channels["TV"])
 
 
 class _Blocks:
@@ -166,10 +174,10 @@ def summarise(
 
     def start(config: Config) -> None:
         launch(
-            summarise_kernel, (blocks.programs, triton.cdiv(value_dim, config.BV)), blocks.config(config),
+            summarise_kernel, (blocks.programs, _value_tiles(value_dim, config)), blocks.config(config),
             x, y, blocks.table, angles, rstd, norm_weight, scale, weight, state,
             *strides, *blocks.numbers, feature_eps, norm_eps,
-            D=dim, DV=value_dim, BD=_padded(dim), ROPE=rope is not None, NORM=kind, MASS=mass,
+            **_channels(dim, value_dim, config), ROPE=rope is not None, NORM=kind, MASS=mass,
             ROWS=rows is not None, DOT=DOT[x.dtype], STEP=step, **blocks.constants,
         )  # fmt: skip
 
@@ -201,7 +209,7 @@ def read_out(
     x = unit_stride(x)
     batch, tokens, heads, dim = x.shape
     after = Epilogue() if after is None else after
-    if after.norm_weight is not None and value_dim > _configs("read_out", x, value_dim)[0].BV:
+    if after.norm_weight is not None and _value_tiles(value_dim, _configs("read_out", x, value_dim)[0]) > 1:
         # A head's output norm needs all of its channels, which several programs hold here.
         out = read_out(
             x, state, value_dim, part, rope, feature_eps, divide=divide, mass=mass,
@@ -217,7 +225,7 @@ def read_out(
     strides, step = strides_of(x, gate, local)
 
     def start(config: Config) -> None:
-        tiles = triton.cdiv(value_dim, config.BV)
+        tiles = _value_tiles(value_dim, config)
         if after.norm_weight is not None and tiles > 1:
             raise OutOfResources(value_dim, config.BV, "value channels in one tile")
         launch(
@@ -225,7 +233,7 @@ def read_out(
             x, blocks.table, angles, rstd, norm_weight, state, out_weight, gate, local, out,
             *strides, *blocks.numbers,
             feature_eps, norm_eps, denominator_eps, after.norm_eps, after.gate_bias or 0.0,
-            D=dim, DV=value_dim, BD=_padded(dim), ROPE=rope is not None, NORM=kind, DIVIDE=divide, MASS=mass,
+            **_channels(dim, value_dim, config), ROPE=rope is not None, NORM=kind, DIVIDE=divide, MASS=mass,
             OUT_NORM=after.norm_weight is not None,
             GATE=0 if after.gate is None else 1 if after.gate_bias is None else 2,
             LOCAL=after.local is not None, DOT=_state_dot(x, state), STEP=step, **blocks.constants,
@@ -324,7 +332,7 @@ def _pull_back(name, x, y, state, part, rope, feature_eps, *, mass, denominator_
     results: list = [dx, None, None]
 
     def start(config: Config) -> None:
-        fused = value_dim <= config.BV
+        fused = _value_tiles(value_dim, config) == 1
         own = scale = weight = x
         results[1:] = None, None
         if fused and keys:
@@ -340,7 +348,7 @@ def _pull_back(name, x, y, state, part, rope, feature_eps, *, mass, denominator_
             pull_back_kernel, (blocks.programs,), blocks.config(config),
             x, y, blocks.table, angles, state, dx, own, scale, weight,
             *strides, *blocks.numbers, feature_eps, denominator_eps,
-            D=dim, DV=value_dim, BD=_padded(dim), ROPE=rope is not None, MASS=mass, KEYS=keys, FUSED=fused,
+            **_channels(dim, value_dim, config), ROPE=rope is not None, MASS=mass, KEYS=keys, FUSED=fused,
             DOT=_state_dot(x, state), STEP=step, **blocks.constants,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mhla_diffusion.mixing import initial_mixing
-from mhla_diffusion.ops import dual_launch, mhla_attention
+from mhla_diffusion.ops import dual_launch, mhla_attention, triton_configs
 from mhla_diffusion.ops.dispatch import dual_obstacle, form_costs
 from mhla_diffusion.ops.partition import grid_partition
 
@@ -114,7 +114,7 @@ def test_what_the_dual_form_cannot_take_is_said(device):
 
 @pytest.mark.parametrize("dim", [8, 16, 24, 32, 40, 48, 64, 72, 80, 96, 112, 128])
 def test_head_dims_are_padded_little(dim):
-    first, rest = dual_launch._parts(dim)
+    first, rest = triton_configs.head_parts(dim)
     assert first + rest >= dim and first >= 16 and rest in (0, 16, 32, 64) and first + rest <= max(16, dim * 1.34)
 
 

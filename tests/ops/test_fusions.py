@@ -153,3 +153,20 @@ def test_the_rotation_is_brought_into_shape_once(monkeypatch):
     with torch.inference_mode():
         fresh = (rope[0] + 1, rope[1] + 1)
         assert interleaved_angles(fresh, x) is not interleaved_angles(fresh, x)
+
+
+@pytest.mark.parametrize("normalizer", ["paper", "none"])
+@pytest.mark.parametrize(("dim", "value_dim"), [(72, 72), (40, 72), (72, 16), (20, 40)])
+def test_head_dims_in_two_parts(make_call, monkeypatch, dim, value_dim, normalizer):
+    wide = triton_configs.Config(16, 64, 4, 1)  # float32's own configurations cut the value channels instead
+    monkeypatch.setattr("mhla_diffusion.ops.triton_launch.launch_configs", lambda *args: [wide])
+    call = make_call((5,), (2,), dim, value_dim, batch=1, rope=dim != 20, normalizer=normalizer)
+    call.check(call.run("triton"), 1e-5)
+
+
+def test_fused_steps_over_head_dims_in_two_parts(inputs, monkeypatch):
+    wide = triton_configs.Config(16, 64, 4, 1)
+    monkeypatch.setattr("mhla_diffusion.ops.triton_launch.launch_configs", lambda *args: [wide])
+    tensors, options = inputs(dim=72, value_dim=72)
+    check(tensors, options)
+    check(tensors, {"gate": options["gate"], "gate_bias": GATE_BIAS}, normalizer="paper")
