@@ -11,6 +11,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .triton_configs import overridden
+
 __all__ = ["derived", "interleaved_angles"]
 
 # source -> {(key, version of the source): derived tensor}
@@ -43,7 +45,7 @@ def interleaved_angles(rope: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor)
     features to bfloat16 adds 1.7e-3. Float32 inputs keep float32 angles.
     """
     cos, sin = rope
-    dtype = torch.float32 if x.dtype == torch.float32 else torch.float16
+    dtype = overridden("angles", torch.float32 if x.dtype == torch.float32 else torch.float16)
 
     def build() -> torch.Tensor:
         return torch.stack((cos.detach().to(dtype), sin.detach().to(dtype)), dim=-1).flatten(1)

@@ -40,15 +40,15 @@ def pull_back_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
     BN: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, MASS: tl.constexpr, KEYS: tl.constexpr,
-    FUSED: tl.constexpr, REVERSE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
+    WHOLE: tl.constexpr, FUSED: tl.constexpr, REVERSE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """dx (B, N, H, D), contiguous. Program (batch, head, block, chunk of the block's tokens).
 
     Queries: x = q, y = the output's gradient, state = the block's mixed state. FUSED also writes to `own_ptr` the
     gradient of that state, a row for each chunk; otherwise 1 / den and d den of every token, for `summarise_kernel`.
     KEYS: x = k, y = v, state = the gradient of the block's state. FUSED also writes dv (B, N, H, Dv) to `own_ptr`.
-    MASS: there is a denominator, so state rows end in z or its gradient. FUSED needs all value channels in one tile.
-    Head dims in two parts: see `states_forward`.
+    MASS: there is a denominator, so state rows end in z or its gradient. FUSED needs WHOLE, all value channels in
+    one tile. Head dims in two parts: see `states_forward`.
     """
     x_stride_b, x_stride_n, x_stride_h = x_stride_b * STEP, x_stride_n * STEP, x_stride_h * STEP
     y_stride_b, y_stride_n, y_stride_h = y_stride_b * STEP, y_stride_n * STEP, y_stride_h * STEP
@@ -61,7 +61,7 @@ def pull_back_kernel(
     y_ptr += batch * y_stride_b + head * y_stride_h
     dx_ptr += (batch * num_tokens * heads + head) * D
     state_ptr += ((batch * heads + head) * num_blocks + block) * (D * DV + (D if MASS else 0))
-    if FUSED:
+    if WHOLE:
         s00 = load_state(state_ptr, 0, 0, D, DV, BD, BV)
         if TV:
             s01 = load_state(state_ptr, 0, BV, D, DV, BD, TV)
@@ -69,6 +69,7 @@ def pull_back_kernel(
             s10 = load_state(state_ptr, BD, 0, D, DV, TD, BV)
             if TV:
                 s11 = load_state(state_ptr, BD, BV, D, DV, TD, TV)
+    if FUSED:
         if KEYS:
             own_ptr += (batch * num_tokens * heads + head) * DV
         else:
@@ -115,7 +116,7 @@ def pull_back_kernel(
         dphi0 = tl.zeros((BN, BD), dtype=tl.float32)
         if TD:
             dphi1 = tl.zeros((BN, TD), dtype=tl.float32)
-        if FUSED:
+        if WHOLE:
             y0 = load_part(y_ptr, y_stride_n, token, real, 0, DV, BV)
             dphi0 = dot(y0, tl.trans(s00), dphi0, DOT)
             if TD:

@@ -65,12 +65,12 @@ def summarise_kernel(
     weight1 = norm_weight_of(weight_ptr, head, BD, D, TD, NORM)
 
     s00 = tl.zeros((BD, BV), dtype=tl.float32)
-    z0 = tl.zeros((BD,), dtype=tl.float32)
+    z0 = tl.zeros((BN, BD), dtype=tl.float32)  # summed over its rows at the end, once
     if TV:
         s01 = tl.zeros((BD, TV), dtype=tl.float32)
     if TD:
         s10 = tl.zeros((TD, BV), dtype=tl.float32)
-        z1 = tl.zeros((TD,), dtype=tl.float32)
+        z1 = tl.zeros((BN, TD), dtype=tl.float32)
         if TV:
             s11 = tl.zeros((TD, TV), dtype=tl.float32)
     for start in range(low, end, BN):
@@ -110,7 +110,7 @@ def summarise_kernel(
         if MASS:
             # Numerator and denominator from the same rounded features: equal values then cancel exactly.
             phi0 = phi0 if ROPE else turned0.to(tl.float32)
-            z0 += tl.sum(phi0 * row_weight[:, None], axis=0)
+            z0 += phi0 * row_weight[:, None]
         if TD:
             phi1 = features(x1, rstd, weight1, feature_eps, BD, D, NORM, False)
             turned1 = phi1
@@ -123,7 +123,7 @@ def summarise_kernel(
                 s11 = dot(tl.trans(turned1), y1, s11, DOT)
             if MASS:
                 phi1 = phi1 if ROPE else turned1.to(tl.float32)
-                z1 += tl.sum(phi1 * row_weight[:, None], axis=0)
+                z1 += phi1 * row_weight[:, None]
 
     state_ptr += ((batch * heads + head) * (num_blocks * chunks) + row) * (D * DV + (D if MASS else 0))
     store_state(state_ptr, s00, 0, value_low, D, DV, BD, BV)
@@ -135,9 +135,9 @@ def summarise_kernel(
             store_state(state_ptr, s11, BD, BV, D, DV, TD, TV)
     if MASS:
         if tl.program_id(1) == 0:
-            store_mass(state_ptr, z0, 0, D, DV, BD)
+            store_mass(state_ptr, tl.sum(z0, axis=0), 0, D, DV, BD)
             if TD:
-                store_mass(state_ptr, z1, BD, D, DV, TD)
+                store_mass(state_ptr, tl.sum(z1, axis=0), BD, D, DV, TD)
 
 
 @triton.jit(do_not_specialize=SIZES)

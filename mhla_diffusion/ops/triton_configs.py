@@ -7,11 +7,12 @@ shared memory), 8 everything before (100 to 164 KiB, 64 KiB on Turing).
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 __all__ = [
     "Config", "DualConfig", "MixConfig", "Warps", "chunk_count", "dual_configs", "head_group", "head_parts",
-    "launch_configs", "mix_configs",
+    "launch_configs", "mix_configs", "overridden", "override",
 ]  # fmt: skip
 
 
@@ -73,7 +74,7 @@ _TABLE = {
 # The same key with a kernel's name in front, where that kernel wants something else.
 _BY_KERNEL = {
     ("summarise", 9, 16, 128): Config(32, 128, 8, 3),
-    ("summarise", 9, 16, 80): Config(64, 64, 4, 2),
+    ("summarise", 9, 16, 80): Config(32, 64, 4, 3),
     ("read_out", 9, 16, 80): Config(64, 64, 4, 2),
     ("query_gradients", 9, 16, 80): Config(64, 64, 4, 2),
     ("key_gradients", 9, 16, 80): Config(64, 64, 4, 2),
@@ -83,6 +84,26 @@ _BY_KERNEL = {
 }
 _MIX = {16: MixConfig(64, 256, 32, 4, 3), 32: MixConfig(32, 64, 32, 4, 2)}
 _MIX_GRADIENT = {16: MixConfig(64, 64, 64, 4, 4), 32: MixConfig(32, 32, 32, 4, 2)}
+
+
+_OVERRIDES: dict[str, object] = {}
+
+
+@contextlib.contextmanager
+def override(**choices):
+    """Within the block, kernels (by name) start with these configurations, and `head_group`, `chunk_count` or `angles`
+    (the kept rotation's dtype) take these values: for tuning and for tests."""
+    before = dict(_OVERRIDES)
+    _OVERRIDES.update(choices)
+    try:
+        yield
+    finally:
+        _OVERRIDES.clear()
+        _OVERRIDES.update(before)
+
+
+def overridden(name: str, default):
+    return _OVERRIDES.get(name, default)
 
 
 def head_parts(dim: int) -> tuple[int, int]:
@@ -120,6 +141,8 @@ def launch_configs(generation: int, dot_bits: int, padded_dim: int, kernel: str 
     place = (9 if generation >= 9 or generation == 0 else 8, dot_bits)
     default = _TABLE[*place, max(_power(padded_dim), 32)]
     config: Config | None = _BY_KERNEL.get((kernel, *place, max(padded_dim, 32)), default)
+    if kernel in _OVERRIDES:
+        return [_OVERRIDES[kernel]]
     configs = []
     while config is not None:
         configs.append(config)
@@ -129,6 +152,8 @@ def launch_configs(generation: int, dot_bits: int, padded_dim: int, kernel: str 
 
 def mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> list[MixConfig]:
     """Tiles for `mix` or `mix_gradient`: no larger than the numbers of blocks ask for, then smaller ones."""
+    if kernel in _OVERRIDES:
+        return [_OVERRIDES[kernel]]
     config = (_MIX if kernel == "mix" else _MIX_GRADIENT)[dot_bits]
     config = config._replace(BM=min(config.BM, _tile(blocks)))
     if kernel == "mix":
@@ -158,6 +183,8 @@ _DUAL = {
 
 def dual_configs(kernel: str, generation: int, dot_bits: int) -> list[DualConfig]:
     """Configurations of the dual form to try in order."""
+    if kernel in _OVERRIDES:
+        return [_OVERRIDES[kernel]]
     config = _DUAL[kernel, 9 if generation >= 9 or generation == 0 else 8, dot_bits]
     configs = [config, config._replace(num_stages=1)]
     while configs[-1].BM > 16:
@@ -172,6 +199,8 @@ def _tile(length: int) -> int:
 
 def head_group(heads: int, head_bytes: int) -> int:
     """Heads that run side by side: all of them share the angles in L2, fewer leave their states there for the next step."""
+    if "head_group" in _OVERRIDES:
+        return _OVERRIDES["head_group"]
     for group in range(heads, 0, -1):
         if heads % group == 0 and (group * head_bytes <= 20 << 20 or group <= 4):
             return group
@@ -180,6 +209,8 @@ def head_group(heads: int, head_bytes: int) -> int:
 
 def chunk_count(programs: int, block_size: int) -> int:
     """Pieces that a block's tokens are cut into, so that few large blocks still fill the GPU: a power of two."""
+    if "chunk_count" in _OVERRIDES:
+        return _OVERRIDES["chunk_count"]
     chunks = 1
     while programs * chunks < 264 and block_size > 512 * chunks and chunks < 64:
         chunks *= 2

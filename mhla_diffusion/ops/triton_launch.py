@@ -332,7 +332,9 @@ def _pull_back(name, x, y, state, part, rope, feature_eps, *, mass, denominator_
     results: list = [dx, None, None]
 
     def start(config: Config) -> None:
-        fused = _value_tiles(value_dim, config) == 1
+        whole = _value_tiles(value_dim, config) == 1
+        # Accumulating the states' gradient beside the denominator's takes more registers than there are.
+        fused = whole and (keys or not mass or max(dim, value_dim) <= 32)
         own = scale = weight = x
         results[1:] = None, None
         if fused and keys:
@@ -348,7 +350,7 @@ def _pull_back(name, x, y, state, part, rope, feature_eps, *, mass, denominator_
             pull_back_kernel, (blocks.programs,), blocks.config(config),
             x, y, blocks.table, angles, state, dx, own, scale, weight,
             *strides, *blocks.numbers, feature_eps, denominator_eps,
-            **_channels(dim, value_dim, config), ROPE=rope is not None, MASS=mass, KEYS=keys, FUSED=fused,
+            **_channels(dim, value_dim, config), ROPE=rope is not None, MASS=mass, KEYS=keys, WHOLE=whole, FUSED=fused,
             DOT=_state_dot(x, state), STEP=step, **blocks.constants,
         )  # fmt: skip
 

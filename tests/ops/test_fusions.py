@@ -119,18 +119,17 @@ def test_wrong_norms_gates_and_choices_are_refused_in_one_line(inputs):
         assert "\n" not in str(error.value)
 
 
-def test_blocks_cut_into_chunks_give_the_same(make_call, monkeypatch):
+def test_blocks_cut_into_chunks_give_the_same(make_call):
     call = make_call((40,), (2,), 8, batch=1, heads=1, rope=True)
-    monkeypatch.setattr(triton_configs, "chunk_count", lambda programs, block_size: 4)
-    monkeypatch.setattr("mhla_diffusion.ops.triton_launch.chunk_count", lambda programs, block_size: 4)
-    call.check(call.run("triton"), 1e-5)
+    with triton_configs.override(chunk_count=4):
+        call.check(call.run("triton"), 1e-5)
 
 
-def test_heads_in_groups_give_the_same(make_call, monkeypatch):
+def test_heads_in_groups_give_the_same(make_call):
     call = make_call((3, 5), (2, 2), 8, heads=4)
     expected = call.run("triton")
-    monkeypatch.setattr("mhla_diffusion.ops.triton_launch.head_group", lambda heads, size: 2)
-    assert all(torch.equal(x, expected[name]) for name, x in call.run("triton").items())
+    with triton_configs.override(head_group=2):
+        assert all(torch.equal(x, expected[name]) for name, x in call.run("triton").items())
 
 
 @pytest.mark.parametrize("heads", [1, 6, 12, 16])
@@ -155,18 +154,22 @@ def test_the_rotation_is_brought_into_shape_once(monkeypatch):
         assert interleaved_angles(fresh, x) is not interleaved_angles(fresh, x)
 
 
+# Float32's own configurations cut the value channels into tiles instead.
+WIDE = dict.fromkeys(
+    ("summarise", "read_out", "query_gradients", "key_gradients"), triton_configs.Config(16, 64, 4, 1)
+)
+
+
 @pytest.mark.parametrize("normalizer", ["paper", "none"])
 @pytest.mark.parametrize(("dim", "value_dim"), [(72, 72), (40, 72), (72, 16), (20, 40)])
-def test_head_dims_in_two_parts(make_call, monkeypatch, dim, value_dim, normalizer):
-    wide = triton_configs.Config(16, 64, 4, 1)  # float32's own configurations cut the value channels instead
-    monkeypatch.setattr("mhla_diffusion.ops.triton_launch.launch_configs", lambda *args: [wide])
+def test_head_dims_in_two_parts(make_call, dim, value_dim, normalizer):
     call = make_call((5,), (2,), dim, value_dim, batch=1, rope=dim != 20, normalizer=normalizer)
-    call.check(call.run("triton"), 1e-5)
+    with triton_configs.override(**WIDE):
+        call.check(call.run("triton"), 1e-5)
 
 
-def test_fused_steps_over_head_dims_in_two_parts(inputs, monkeypatch):
-    wide = triton_configs.Config(16, 64, 4, 1)
-    monkeypatch.setattr("mhla_diffusion.ops.triton_launch.launch_configs", lambda *args: [wide])
+def test_fused_steps_over_head_dims_in_two_parts(inputs):
     tensors, options = inputs(dim=72, value_dim=72)
-    check(tensors, options)
-    check(tensors, {"gate": options["gate"], "gate_bias": GATE_BIAS}, normalizer="paper")
+    with triton_configs.override(**WIDE):
+        check(tensors, options)
+        check(tensors, {"gate": options["gate"], "gate_bias": GATE_BIAS}, normalizer="paper")
