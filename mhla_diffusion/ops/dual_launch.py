@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from . import fallback
 from .derived import interleaved_angles
@@ -15,6 +14,10 @@ from .triton_launch import DOT, generation_of, launch, new_rows, start_first_fit
 __all__ = ["dual_backward", "dual_forward", "has_dual_backward"]
 
 SHORTEST_RUN = 8  # slots that share a coefficient; below, one coefficient is read for each pair of tokens
+
+
+def _tiles(length: int, tile: int) -> int:
+    return -(-length // tile)
 
 
 def _run(part: Partition, tile: int) -> int:
@@ -75,7 +78,7 @@ def dual_forward(
         if query.layout is None or key.layout is None:
             config = config._replace(num_stages=1)  # a table is a load that the loop's other loads wait for
         launch(
-            dual_forward_kernel, (triton.cdiv(slots, config.BM), batch * heads), config,
+            dual_forward_kernel, (_tiles(slots, config.BM), batch * heads), config,
             q, k, v, mixing, *tables, *angles, out, den, *strides,
             *_m_strides(mixing), heads, tokens, k.shape[1], feature_eps, denominator_eps,
             RUN=_run(key, config.BN), TABLE=query.layout is None, KEY_TABLE=key.layout is None,
@@ -109,14 +112,14 @@ def dual_backward(
         shape = (batch, heads, tokens // query_run, k.shape[1] // run)
         pieces[:] = [torch.empty(shape, dtype=torch.float32, device=q.device)]
         launch(
-            dual_query_kernel, (triton.cdiv(tokens, config.BM), batch * heads), config,
+            dual_query_kernel, (_tiles(tokens, config.BM), batch * heads), config,
             q, k, v, mixing, *angles, grad, out, den, delta, dq, pieces[0], *strides, *sides,
             RUN=run, QUERY_RUN=query_run, **constants,
         )  # fmt: skip
 
     def start_keys(config: DualConfig) -> None:
         launch(
-            dual_key_kernel, (triton.cdiv(k.shape[1], config.BM), batch * heads), config,
+            dual_key_kernel, (_tiles(k.shape[1], config.BM), batch * heads), config,
             q, k, v, mixing, *angles, grad, den, delta, dk, dv, *strides, *sides,
             QUERY_RUN=_run(query, config.BN), **constants,
         )  # fmt: skip

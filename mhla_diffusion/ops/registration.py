@@ -7,6 +7,7 @@ around the kernels: it serves weights trained with it, not speed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -26,11 +27,26 @@ def _part_of(table: Tensor | None, layout: Sequence[int] | None, tokens: int, tr
     return Partition(table, blocks, size, tokens, None, None, table.numel() == tokens, trusted)
 
 
+def _on_its_device(call):
+    """Triton launches on the current device, the tensors may live on another."""
+
+    @functools.wraps(call)
+    def wrapped(*args, **kwargs):
+        device = args[0].device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return call(*args, **kwargs)
+        with torch.cuda.device(device):
+            return call(*args, **kwargs)
+
+    return wrapped
+
+
 def _pair(first, second):
     return None if first is None else (first, second)
 
 
 @torch.library.custom_op("mhla_diffusion::mhla_forward", mutates_args=())
+@_on_its_device
 def mhla_forward(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, query_table: Tensor | None, key_table: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
@@ -96,6 +112,7 @@ def _states_backward(
 
 
 @torch.library.custom_op("mhla_diffusion::mhla_backward", mutates_args=())
+@_on_its_device
 def mhla_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, state: Tensor,
     query_table: Tensor | None, key_table: Tensor | None,
@@ -139,6 +156,7 @@ mhla_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
 @torch.library.custom_op("mhla_diffusion::mhla_dual", mutates_args=())
+@_on_its_device
 def mhla_dual(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, query_table: Tensor | None, key_table: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
@@ -169,6 +187,7 @@ def _(
 
 
 @torch.library.custom_op("mhla_diffusion::mhla_dual_backward", mutates_args=())
+@_on_its_device
 def mhla_dual_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, den: Tensor,
     query_table: Tensor | None, key_table: Tensor | None,

@@ -8,6 +8,7 @@ shared memory), 8 everything before (100 to 164 KiB, 64 KiB on Turing).
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 __all__ = [
@@ -106,6 +107,7 @@ def overridden(name: str, default):
     return _OVERRIDES.get(name, default)
 
 
+@functools.cache
 def head_parts(dim: int) -> tuple[int, int]:
     """A head dim as one power of two, or as two when that saves padding: 72 -> 64 + 16 (of which 8 are used)."""
     whole = _power(dim)
@@ -138,22 +140,32 @@ def launch_configs(generation: int, dot_bits: int, padded_dim: int, kernel: str 
         padded_dim: the larger of the key and value head dims as `head_parts` pads it, 16 to 256.
         kernel: summarise, read_out, query_gradients or key_gradients.
     """
+    if kernel in _OVERRIDES:
+        return [_OVERRIDES[kernel]]
+    return list(_launch_configs(generation, dot_bits, padded_dim, kernel))
+
+
+@functools.cache
+def _launch_configs(generation: int, dot_bits: int, padded_dim: int, kernel: str) -> tuple[Config, ...]:
     place = (9 if generation >= 9 or generation == 0 else 8, dot_bits)
     default = _TABLE[*place, max(_power(padded_dim), 32)]
     config: Config | None = _BY_KERNEL.get((kernel, *place, max(padded_dim, 32)), default)
-    if kernel in _OVERRIDES:
-        return [_OVERRIDES[kernel]]
     configs = []
     while config is not None:
         configs.append(config)
         config = smaller(config)
-    return configs
+    return tuple(configs)
 
 
 def mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> list[MixConfig]:
     """Tiles for `mix` or `mix_gradient`: no larger than the numbers of blocks ask for, then smaller ones."""
     if kernel in _OVERRIDES:
         return [_OVERRIDES[kernel]]
+    return list(_mix_configs(kernel, dot_bits, blocks, summed))
+
+
+@functools.cache
+def _mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> tuple[MixConfig, ...]:
     config = (_MIX if kernel == "mix" else _MIX_GRADIENT)[dot_bits]
     config = config._replace(BM=min(config.BM, _tile(blocks)))
     if kernel == "mix":
@@ -161,7 +173,7 @@ def mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> list[Mi
     else:
         config = config._replace(BP=min(config.BP, _tile(summed)))
     narrow = config._replace(BP=min(config.BP, 32), num_stages=1)
-    return [config, narrow, narrow._replace(BN=16)]
+    return config, narrow, narrow._replace(BN=16)
 
 
 # (kernel, generation, bits) -> configuration for head dims up to 128.
@@ -199,19 +211,14 @@ def _tile(length: int) -> int:
 
 def head_group(heads: int, head_bytes: int) -> int:
     """Heads that run side by side: all of them share the angles in L2, fewer leave their states there for the next step."""
-    if "head_group" in _OVERRIDES:
-        return _OVERRIDES["head_group"]
-    for group in range(heads, 0, -1):
-        if heads % group == 0 and (group * head_bytes <= 20 << 20 or group <= 4):
-            return group
-    return 1
+    fitting = [group for group in range(1, heads + 1) if heads % group == 0]
+    fitting = [group for group in fitting if group * head_bytes <= 20 << 20 or group <= 4]
+    return overridden("head_group", fitting[-1])
 
 
 def chunk_count(programs: int, block_size: int) -> int:
     """Pieces that a block's tokens are cut into, so that few large blocks still fill the GPU: a power of two."""
-    if "chunk_count" in _OVERRIDES:
-        return _OVERRIDES["chunk_count"]
     chunks = 1
     while programs * chunks < 264 and block_size > 512 * chunks and chunks < 64:
         chunks *= 2
-    return chunks
+    return overridden("chunk_count", chunks)

@@ -64,8 +64,7 @@ def start_first_fitting(name: str, x: torch.Tensor, value_dim: int, start: Calla
     for step in range(_step.get(key, 0), len(configs)):
         _step[key] = step
         try:
-            with torch.cuda.device_of(x):  # Triton launches on the current device, x may live on another
-                start(configs[step])
+            start(configs[step])
         except OutOfResources as caught:
             error = caught
             continue
@@ -79,6 +78,14 @@ def start_first_fitting(name: str, x: torch.Tensor, value_dim: int, start: Calla
 
 def unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _tiles(length: int, tile: int) -> int:
+    return -(-length // tile)
+
+
+def power_of_two(length: int) -> int:
+    return 1 << (length - 1).bit_length()
 
 
 def strides_of(*tensors: torch.Tensor) -> tuple[tuple[int, ...], int]:
@@ -104,7 +111,7 @@ def _channels(dim: int, value_dim: int, config: Config) -> dict[str, int]:
 
 def _value_tiles(value_dim: int, config: Config) -> int:
     channels = _channels(16, value_dim, config)
-    return triton.cdiv(value_dim, channels["BV"] + channels["TV"])
+    return _tiles(value_dim, channels["BV"] + channels["TV"])
 
 
 class _Blocks:
@@ -113,12 +120,11 @@ class _Blocks:
     def __init__(self, part: Partition, x: torch.Tensor, *wide: int, whole_state: int):
         batch, _, heads, _ = x.shape
         self.table = x if part.layout is not None else part.table  # never read where there is a layout
-        self.chunks = chunk_count(batch * heads * part.num_blocks, part.block_size)
-        self.chunk_size = -(-part.block_size // self.chunks)
-        self.rows = part.num_blocks * self.chunks
+        chunks = chunk_count(batch * heads * part.num_blocks, part.block_size)
+        self.rows = part.num_blocks * chunks
         self.programs = batch * heads * self.rows
         self.numbers = (
-            part.num_tokens, part.num_blocks, part.block_size, self.chunks, self.chunk_size,
+            part.num_tokens, part.num_blocks, part.block_size, chunks, _tiles(part.block_size, chunks),
             heads, head_group(heads, whole_state * part.num_blocks), *(part.layout or (1,) * 6),
         )  # fmt: skip
         self.constants = {
@@ -146,11 +152,10 @@ def _norm(norm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, int
     batch, tokens, heads, dim = x.shape
     rows = x if x.stride(2) == dim else x.contiguous()
     rstd = torch.empty(batch, tokens, dtype=torch.float32, device=x.device)
-    with torch.cuda.device_of(x):
-        launch(
-            rstd_kernel, (triton.cdiv(tokens, 4), batch), Warps(4),
-            rows, rstd, rows.stride(0), rows.stride(1), tokens, heads * dim, eps, BN=4, BW=512,
-        )  # fmt: skip
+    launch(
+        rstd_kernel, (_tiles(tokens, 4), batch), Warps(4),
+        rows, rstd, rows.stride(0), rows.stride(1), tokens, heads * dim, eps, BN=4, BW=512,
+    )  # fmt: skip
     return rstd, weight.contiguous(), eps, 1
 
 
@@ -257,7 +262,7 @@ def _spread(matrix: torch.Tensor, columns: int, config: MixConfig, split: bool) 
     """The coefficients padded to whole tiles, `([2,] matrices, rows, columns)`. Never kept: weights change unnoticed."""
     rows = matrix.shape[-2]
     padded_rows = -(-rows // config.BM) * config.BM
-    width = triton.next_power_of_2(max(columns, config.BN))
+    width = power_of_two(max(columns, config.BN))
     matrices = matrix.shape[0] if matrix.ndim == 3 else 1
     shape = ((2,) if split else ()) + (matrices, padded_rows, width)
     out = torch.empty(shape, dtype=torch.bfloat16 if split else torch.float32, device=matrix.device)
@@ -280,7 +285,7 @@ def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: 
     def start(config: MixConfig) -> None:
         spread = _spread(matrix, columns, config, split)
         part = spread.numel() // (1 + split)
-        grid = (triton.cdiv(rows, config.BM) * triton.cdiv(size, config.BP), batch * heads)
+        grid = (_tiles(rows, config.BM) * _tiles(size, config.BP), batch * heads)
         launch(
             mix_kernel, grid, config, spread, states, mixed,
             part // heads if matrix.ndim == 3 else 0, part, heads, rows, columns,
@@ -301,12 +306,12 @@ def mix_gradient(left: torch.Tensor, right: torch.Tensor, matrix, x: torch.Tenso
     right_rows = right.shape[2]
     kind = _MIX_DOT[x.dtype] if left.dtype == x.dtype else "tf32"
     configs = mix_configs("mix_gradient", 16 if kind == "split" else 32, left_rows, right_rows)
-    run = min(4096, triton.next_power_of_2(size))
-    parts = triton.cdiv(size, run)
+    run = min(4096, power_of_two(size))
+    parts = _tiles(size, run)
     out = torch.empty(batch, heads, parts, left_rows, right_rows, dtype=torch.float32, device=x.device)
 
     def start(config: MixConfig) -> None:
-        tiles = triton.cdiv(left_rows, config.BM) * triton.cdiv(right_rows, config.BP)
+        tiles = _tiles(left_rows, config.BM) * _tiles(right_rows, config.BP)
         launch(
             mix_gradient_kernel, (tiles, batch * heads * parts), config, left, right, out,
             left_rows, right_rows, parts, SIZE=size, RUN=max(run, config.BN), DOT=kind,
