@@ -7,6 +7,8 @@ VENV ?= .venv
 PIP_FLAGS ?=
 # Test processes at a time; each computes with one thread.
 JOBS ?= 2
+# The same for the GPU's tests, most of whose time is compiling kernels.
+GPU_JOBS ?= 8
 OUT ?= outputs
 
 BIN := $(VENV)/bin
@@ -53,7 +55,7 @@ test: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" --numprocesses $(JOBS) --dist worksteal
 
 test-gpu: install-dev
-	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest -m gpu --numprocesses $(GPU_JOBS) --dist worksteal
 
 lint: install-dev
 	$(BIN)/ruff check .

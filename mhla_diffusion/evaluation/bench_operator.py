@@ -49,7 +49,9 @@ class Case(NamedTuple):
 WAN = {"heads": 12, "block_grid": (3, 5, 10), "dim": 128, "rope": True, "normalizer": "none"}
 CASES = [
     Case("wan 480x800x81", 1, grid=(21, 30, 50), backward=True, target=(0.20, 0.90), **WAN),
-    Case("wan 480x800x81, paper", 1, grid=(21, 30, 50), target=(0.24, None), **{**WAN, "normalizer": "paper"}),
+    Case(
+        "wan 480x800x81, paper", 1, grid=(21, 30, 50), target=(0.24, None), **{**WAN, "normalizer": "paper"}
+    ),
     Case("wan 480x800x81, norms and gate", 1, grid=(21, 30, 50), fused=True, target=(0.28, None), **WAN),
     Case("wan 480x832x81, ragged", 1, grid=(21, 30, 52), **WAN),
     Case("wan 720p", 1, grid=(21, 45, 80), target=(0.45, None), **WAN),
@@ -60,7 +62,15 @@ CASES = [
 ]
 # Both forms at each, to fit the rule that chooses between them.
 DISPATCH = [
-    Case(f"{side}^2 tokens, {blocks}^2 blocks, {dim}", batch, 16, (side, side), (blocks, blocks), dim, backward=True)
+    Case(
+        f"{side}^2 tokens, {blocks}^2 blocks, {dim}",
+        batch,
+        16,
+        (side, side),
+        (blocks, blocks),
+        dim,
+        backward=True,
+    )
     for side, batch in ((8, 64), (16, 32), (24, 16), (32, 16), (48, 4))
     for blocks in (2, 4, 8)
     for dim in (32, 72, 128)
@@ -89,7 +99,9 @@ class Inputs:
             self.options["rope"] = (angles.cos(), angles.sin())
         if case.fused:
             weights = [(1 + 0.1 * random(case.heads, case.dim), 1e-6) for _ in range(2)]
-            self.options.update(query_norm=weights[0], key_norm=weights[1], gate=random(*shape), gate_bias=1.2784645)
+            self.options.update(
+                query_norm=weights[0], key_norm=weights[1], gate=random(*shape), gate_bias=1.2784645
+            )
             self.options["norm_weight"] = 1 + 0.1 * random(case.dim)
 
     def forward(self, **choices) -> torch.Tensor:
@@ -120,7 +132,9 @@ class Inputs:
         """Largest relative error of the output (and of dq, dk, dv) of one head of one item against float64."""
         tensors = [x[:1, :, :1].double().requires_grad_() for x in (self.q, self.k, self.v)]
         options = {name: double(x) for name, x in self.options.items()}
-        if self.case.fused:  # the norms run over all heads: give the slice its share as an already normed input
+        if (
+            self.case.fused
+        ):  # the norms run over all heads: give the slice its share as an already normed input
             for i, name in ((0, "query_norm"), (1, "key_norm")):
                 x, (weight, eps) = (self.q, self.k)[i].double()[:1], options.pop(name)
                 normed = x * torch.rsqrt(x.square().mean((-2, -1), keepdim=True) + eps) * weight
@@ -154,9 +168,14 @@ def floors(case: Case, item: int, bandwidth: float) -> dict[str, float]:
     }
 
 
-def peers_of(sets: list[Inputs], backward: bool, device: torch.device, repeats: int) -> dict[str, float | str]:
+def peers_of(
+    sets: list[Inputs], backward: bool, device: torch.device, repeats: int
+) -> dict[str, float | str]:
     found: dict[str, float | str] = {}
-    for name, backend in (("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION), ("SDPA FlashAttention-2", SDPBackend.FLASH_ATTENTION)):
+    for name, backend in (
+        ("SDPA cuDNN", SDPBackend.CUDNN_ATTENTION),
+        ("SDPA FlashAttention-2", SDPBackend.FLASH_ATTENTION),
+    ):
         if device.type != "cuda":
             break
         try:
@@ -173,7 +192,9 @@ def peers_of(sets: list[Inputs], backward: bool, device: torch.device, repeats: 
     return found
 
 
-def measure(case: Case, device: torch.device, dtype: torch.dtype, bandwidth: float, repeats: int) -> list[dict]:
+def measure(
+    case: Case, device: torch.device, dtype: torch.dtype, bandwidth: float, repeats: int
+) -> list[dict]:
     size = 4 * case.batch * math.prod(case.grid) * case.heads * case.dim * dtype.itemsize
     # Together larger than the L2 cache: a call never finds its inputs there, as in a model.
     sets = [Inputs(case, device, dtype, seed) for seed in range(max(2, min(8, -(-(200 << 20) // size))))]
@@ -254,7 +275,9 @@ def about(device: torch.device) -> dict:
     if device.type == "cuda":
         import triton
 
-        versions.update(triton=triton.__version__, cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version())
+        versions.update(
+            triton=triton.__version__, cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version()
+        )
         name = torch.cuda.get_device_name(device)
     return {"device": name, "versions": versions, "date": datetime.date.today().isoformat()}
 
@@ -267,7 +290,13 @@ def run(
     end = time.monotonic() + 60 * minutes
     out.mkdir(parents=True, exist_ok=True)
     bandwidth = copy_bandwidth(device, 1024 if device.type == "cuda" else 16)
-    result = {**about(device), "copy_bandwidth_gb_per_s": bandwidth / 1e9, "rows": [], "dispatch": [], "left_out": []}
+    result = {
+        **about(device),
+        "copy_bandwidth_gb_per_s": bandwidth / 1e9,
+        "rows": [],
+        "dispatch": [],
+        "left_out": [],
+    }
     for kind, chosen in (("rows", cases), ("dispatch", dispatch)):
         for case in chosen:
             if time.monotonic() > end:
@@ -282,7 +311,10 @@ def run(
                 found = [{"name": case.name, "error": f"{type(error).__name__}: {error}"[:500]}]
             result[kind] += found
             for row in found:
-                print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+                print(
+                    json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}),
+                    flush=True,
+                )
             (out / "op.json").write_text(json.dumps(result, indent=1))
             if device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -238,7 +238,9 @@ def mhla_attention(
     }  # fmt: skip
     if name == "triton":
         before = {"query_norm": query_norm, "key_norm": key_norm}
-        return _triton(q, k, v, mixing, query, key, core, before, after, {"summary_dtype": summary_dtype, "form": form})
+        return _triton(
+            q, k, v, mixing, query, key, core, before, after, {"summary_dtype": summary_dtype, "form": form}
+        )
     dtype = torch.promote_types(q.dtype, torch.float32)
     if name == "reference":
         norm_weight, gate, local = (None if x is None else x.to(dtype) for x in (norm_weight, gate, local))
@@ -264,9 +266,7 @@ def _triton(q, k, v, mixing, query: Partition, key: Partition, core, before, aft
     extras = [x for x in (after["norm_weight"], after["gate"], after["local"]) if x is not None]
     if not norms and not extras:
         return triton_core(q, k, v, mixing, query, key, **core, **choices)
-    learning = torch.is_grad_enabled() and any(
-        [x.requires_grad for x in (q, k, v, mixing, *norms, *extras)]
-    )
+    learning = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, mixing, *norms, *extras)])
     if not learning and core["normalizer"] != "official":
         steps = {name: x for name, x in after.items() if x is not None}
         for name, norm in before.items():

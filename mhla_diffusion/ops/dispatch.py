@@ -31,7 +31,9 @@ _HALF = Constants(3.4e6, 3.5e8, 3.0e8, 9.0, 3.0)
 _FULL = Constants(3.0e6, 2.0e7, 2.0e7, 9.0, 3.0)
 
 
-def dual_obstacle(q: torch.Tensor, v: torch.Tensor, rope, normalizer: str, query: Partition, key: Partition) -> str:
+def dual_obstacle(
+    q: torch.Tensor, v: torch.Tensor, rope, normalizer: str, query: Partition, key: Partition
+) -> str:
     """Why the dual form cannot take a call, or an empty string."""
     if max(q.shape[-1], v.shape[-1]) > 128:
         return f"its kernels take head dims up to 128, not {max(q.shape[-1], v.shape[-1])}"
@@ -55,7 +57,9 @@ def form_costs(
     moved = lines * (tokens + key_tokens) * (dim + value_dim) * q.element_size()
     states = 2 * lines * (query.num_blocks + key.num_blocks) * dim * value_dim * summary_bytes
     products = 2 * lines * dim * value_dim * (tokens + key_tokens + 2 * query.num_blocks * key.num_blocks)
-    pairs = 2 * lines * query.num_blocks * query.block_size * key.num_blocks * key.block_size * (dim + value_dim)
+    pairs = (
+        2 * lines * query.num_blocks * query.block_size * key.num_blocks * key.block_size * (dim + value_dim)
+    )
     return {
         "states": constants.states_launch
         + max((moved + states) / constants.bandwidth, products / constants.states_rate),
@@ -63,7 +67,9 @@ def form_costs(
     }
 
 
-def choose_form(form: str, q, v, rope, normalizer: str, query: Partition, key: Partition, summary_bytes: int) -> str:
+def choose_form(
+    form: str, q, v, rope, normalizer: str, query: Partition, key: Partition, summary_bytes: int
+) -> str:
     """`states` or `dual`. Raises ValueError when the dual form is asked for and cannot take the call."""
     if form == "states":
         return form

@@ -27,7 +27,7 @@ __all__ = ["dual_forward_kernel", "dual_key_kernel", "dual_query_kernel"]
 _SIZES = ["heads", "query_tokens", "key_tokens"]
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def dual_forward_kernel(
     q_ptr, k_ptr, v_ptr, m_ptr, query_table_ptr, key_table_ptr, rope_ptr, key_rope_ptr, out_ptr, den_ptr,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
@@ -98,7 +98,7 @@ def dual_forward_kernel(
         store_part(out1, out_ptr, heads * DV, token, real, BV, DV, TV)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def dual_query_kernel(
     q_ptr, k_ptr, v_ptr, m_ptr, rope_ptr, key_rope_ptr, grad_ptr, out_ptr, den_ptr, delta_ptr, dq_ptr, dm_ptr,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
@@ -115,7 +115,11 @@ def dual_query_kernel(
     q_stride_b, q_stride_n, q_stride_h = q_stride_b * STEP, q_stride_n * STEP, q_stride_h * STEP
     k_stride_b, k_stride_n, k_stride_h = k_stride_b * STEP, k_stride_n * STEP, k_stride_h * STEP
     v_stride_b, v_stride_n, v_stride_h = v_stride_b * STEP, v_stride_n * STEP, v_stride_h * STEP
-    grad_stride_b, grad_stride_n, grad_stride_h = grad_stride_b * STEP, grad_stride_n * STEP, grad_stride_h * STEP
+    grad_stride_b, grad_stride_n, grad_stride_h = (
+        grad_stride_b * STEP,
+        grad_stride_n * STEP,
+        grad_stride_h * STEP,
+    )
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     q_ptr += batch * q_stride_b + head * q_stride_h
@@ -147,7 +151,9 @@ def dual_query_kernel(
         delta = tl.sum(g0 * load_part(out_ptr, heads * DV, token, real, 0, DV, BV).to(tl.float32), axis=1)
         if TV:
             g1 = g1 * inverse[:, None]
-            delta += tl.sum(g1 * load_part(out_ptr, heads * DV, token, real, BV, DV, TV).to(tl.float32), axis=1)
+            delta += tl.sum(
+                g1 * load_part(out_ptr, heads * DV, token, real, BV, DV, TV).to(tl.float32), axis=1
+            )
         tl.store(delta_ptr + rows, delta, mask=real)
     g0 = operand(g0, DOT)
     if TV:
@@ -198,7 +204,7 @@ def dual_query_kernel(
         store_part(dq, dq_ptr, heads * D, token, real, BD, D, TD)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def dual_key_kernel(
     q_ptr, k_ptr, v_ptr, m_ptr, rope_ptr, key_rope_ptr, grad_ptr, den_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
@@ -215,7 +221,11 @@ def dual_key_kernel(
     q_stride_b, q_stride_n, q_stride_h = q_stride_b * STEP, q_stride_n * STEP, q_stride_h * STEP
     k_stride_b, k_stride_n, k_stride_h = k_stride_b * STEP, k_stride_n * STEP, k_stride_h * STEP
     v_stride_b, v_stride_n, v_stride_h = v_stride_b * STEP, v_stride_n * STEP, v_stride_h * STEP
-    grad_stride_b, grad_stride_n, grad_stride_h = grad_stride_b * STEP, grad_stride_n * STEP, grad_stride_h * STEP
+    grad_stride_b, grad_stride_n, grad_stride_h = (
+        grad_stride_b * STEP,
+        grad_stride_n * STEP,
+        grad_stride_h * STEP,
+    )
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     q_ptr += batch * q_stride_b + head * q_stride_h

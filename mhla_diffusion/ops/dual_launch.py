@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from . import fallback
+from . import fallback, triton_launch
 from .derived import interleaved_angles
 from .dual_kernels import dual_forward_kernel, dual_key_kernel, dual_query_kernel
 from .partition import Partition
 from .triton_configs import DualConfig, dual_configs, head_parts
-from .triton_launch import DOT, generation_of, launch, new_rows, start_first_fitting, strides_of, unit_stride
+from .triton_launch import DOT, dot_bits, new_rows, start_first_fitting, strides_of, unit_stride
 
 __all__ = ["dual_backward", "dual_forward", "has_dual_backward"]
 
@@ -46,7 +46,9 @@ def _angles(rope, x: torch.Tensor) -> torch.Tensor:
     return x if rope is None else interleaved_angles(rope, x)
 
 
-def _constants(q: torch.Tensor, v: torch.Tensor, query: Partition, key: Partition, rope, divide: bool) -> dict:
+def _constants(
+    q: torch.Tensor, v: torch.Tensor, query: Partition, key: Partition, rope, divide: bool
+) -> dict:
     (bd, td), (bv, tv) = head_parts(q.shape[-1]), head_parts(v.shape[-1])
     return {
         "D": q.shape[-1], "DV": v.shape[-1], "BD": bd, "TD": td, "BV": bv, "TV": tv,
@@ -55,9 +57,9 @@ def _constants(q: torch.Tensor, v: torch.Tensor, query: Partition, key: Partitio
     }  # fmt: skip
 
 
-def _start(name: str, q: torch.Tensor, value_dim: int, start) -> bool:
-    bits = 16 if q.dtype == torch.bfloat16 else 32
-    return start_first_fitting(name, q, value_dim, start, dual_configs(name, generation_of(q.device), bits))
+def _start(name: str, q: torch.Tensor, value_dim: int, options: tuple, start) -> bool:
+    configs = dual_configs(name, triton_launch._generation(q), dot_bits(q))
+    return start_first_fitting(name, q, value_dim, configs, options, start)
 
 
 def dual_forward(
@@ -77,7 +79,7 @@ def dual_forward(
     def start(config: DualConfig) -> None:
         if query.layout is None or key.layout is None:
             config = config._replace(num_stages=1)  # a table is a load that the loop's other loads wait for
-        launch(
+        triton_launch.launch(
             dual_forward_kernel, (_tiles(slots, config.BM), batch * heads), config,
             q, k, v, mixing, *tables, *angles, out, den, *strides,
             *_m_strides(mixing), heads, tokens, k.shape[1], feature_eps, denominator_eps,
@@ -85,7 +87,9 @@ def dual_forward(
             STEP=step, **_constants(q, v, query, key, rope, divide),
         )  # fmt: skip
 
-    if not _start("dual_forward", q, v.shape[-1], start):
+    if not _start(
+        "dual_forward", q, v.shape[-1], (out_dtype, rope is None, divide, query.layout, key.layout), start
+    ):
         return fallback.dual(
             q, k, v, mixing, query, key, rope, key_rope, feature_eps, denominator_eps, divide, out_dtype
         )
@@ -93,7 +97,19 @@ def dual_forward(
 
 
 def dual_backward(
-    grad, q, k, v, mixing, out, den, query: Partition, key: Partition, rope, key_rope, feature_eps: float, divide: bool
+    grad,
+    q,
+    k,
+    v,
+    mixing,
+    out,
+    den,
+    query: Partition,
+    key: Partition,
+    rope,
+    key_rope,
+    feature_eps: float,
+    divide: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """Gradients of q, k, v and mixing, for partitions that `has_dual_backward` accepts. None: no configuration fits."""
     grad, q, k, v = unit_stride(grad), unit_stride(q), unit_stride(k), unit_stride(v)
@@ -111,21 +127,25 @@ def dual_backward(
         run, query_run = _run(key, config.BN), _run(query, config.BM)
         shape = (batch, heads, tokens // query_run, k.shape[1] // run)
         pieces[:] = [torch.empty(shape, dtype=torch.float32, device=q.device)]
-        launch(
+        triton_launch.launch(
             dual_query_kernel, (_tiles(tokens, config.BM), batch * heads), config,
             q, k, v, mixing, *angles, grad, out, den, delta, dq, pieces[0], *strides, *sides,
             RUN=run, QUERY_RUN=query_run, **constants,
         )  # fmt: skip
 
     def start_keys(config: DualConfig) -> None:
-        launch(
+        triton_launch.launch(
             dual_key_kernel, (_tiles(k.shape[1], config.BM), batch * heads), config,
             q, k, v, mixing, *angles, grad, den, delta, dk, dv, *strides, *sides,
             QUERY_RUN=_run(query, config.BN), **constants,
         )  # fmt: skip
 
-    if not _start("dual_query", q, v.shape[-1], start_queries) or not _start("dual_key", q, v.shape[-1], start_keys):
-        return None
-    pieces[0] = pieces[0].view(batch, heads, query.num_blocks, -1, key.num_blocks, pieces[0].shape[-1] // key.num_blocks)
+    options = (rope is None, divide, query.layout, key.layout)
+    for name, start in (("dual_query", start_queries), ("dual_key", start_keys)):
+        if not _start(name, q, v.shape[-1], options, start):
+            return None
+    pieces[0] = pieces[0].view(
+        batch, heads, query.num_blocks, -1, key.num_blocks, pieces[0].shape[-1] // key.num_blocks
+    )
     dmixing = pieces[0].sum(dim=(0, 3, 5) if mixing.ndim == 3 else (0, 1, 3, 5))
     return dq, dk, dv, dmixing

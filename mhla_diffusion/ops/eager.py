@@ -11,7 +11,16 @@ import torch.nn.functional as F
 
 from .partition import Partition
 
-__all__ = ["eager_core", "epilogue", "from_blocks", "mix_states", "normalise", "read_out", "summarise", "to_blocks"]
+__all__ = [
+    "eager_core",
+    "epilogue",
+    "from_blocks",
+    "mix_states",
+    "normalise",
+    "read_out",
+    "summarise",
+    "to_blocks",
+]
 
 
 def slot_ids(part: Partition, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

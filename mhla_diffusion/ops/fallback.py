@@ -80,6 +80,8 @@ def dual(
     )  # fmt: skip
     if not divide:
         return out, q.new_empty(q.shape[0], q.shape[2], 0, dtype=torch.float32)
-    mass = mixing @ mask_padding(features(k, key, feature_eps, torch.float32), key).sum(dim=-2)  # (B, H, M, D)
+    mass = mixing @ mask_padding(features(k, key, feature_eps, torch.float32), key).sum(
+        dim=-2
+    )  # (B, H, M, D)
     den = (features(q, query, feature_eps, torch.float32) * mass[..., None, :]).sum(dim=-1)
     return out, den.flatten(2) + denominator_eps

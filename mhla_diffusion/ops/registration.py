@@ -203,7 +203,9 @@ def mhla_dual_backward(
     key = _part_of(key_table, key_layout, k.shape[1], trusted)
     rope, key_rope = _pair(cos, sin), _pair(key_cos, key_sin)
     if has_dual_backward(query, key):
-        grads = dual_backward(grad, q, k, v, mixing, out, den, query, key, rope, key_rope, feature_eps, divide)
+        grads = dual_backward(
+            grad, q, k, v, mixing, out, den, query, key, rope, key_rope, feature_eps, divide
+        )
         if grads is not None:
             return grads
     state = summarise(k, v, key, key_rope, feature_eps, mass=divide, state_dtype=state_dtype)

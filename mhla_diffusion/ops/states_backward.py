@@ -31,14 +31,14 @@ from .tiles import (
 __all__ = ["pull_back_kernel"]
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SIZES)
 def pull_back_kernel(
     x_ptr, y_ptr, table_ptr, rope_ptr, state_ptr, dx_ptr, own_ptr, scale_ptr, mass_weight_ptr,
     x_stride_b, x_stride_n, x_stride_h, y_stride_b, y_stride_n, y_stride_h,
     num_tokens, num_blocks, block_size, chunks, chunk_size, heads, head_group, G0, G1, G2, B0, B1, B2,
     feature_eps, denominator_eps,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
-    BN: tl.constexpr,
+    BN: tl.constexpr, ONE_TILE: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, MASS: tl.constexpr, KEYS: tl.constexpr,
     WHOLE: tl.constexpr, FUSED: tl.constexpr, REVERSE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -88,9 +88,9 @@ def pull_back_kernel(
         if TD:
             z1 = load_mass(state_ptr, BD, D, DV, TD)
 
-    for start in range(low, end, BN):
+    for tile in range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN)):
         token, real = tokens_at(
-            start + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size, num_tokens, G1, G2,
+            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size, num_tokens, G1, G2,
             TABLE, WIDE,
         )  # fmt: skip
         x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
@@ -127,16 +127,16 @@ def pull_back_kernel(
                 if TD:
                     dphi1 = dot(y1, tl.trans(s11), dphi1, DOT)
         else:
-            for tile in range(0, DV, BV):
-                column = tile + tl.arange(0, BV)
+            for channel in range(0, DV, BV):
+                column = channel + tl.arange(0, BV)
                 y0 = tl.load(
                     y_ptr + token[:, None] * y_stride_n + column[None, :],
                     mask=real[:, None] & (column < DV)[None, :],
                     other=0.0,
                 )
-                dphi0 = dot(y0, tl.trans(load_state(state_ptr, 0, tile, D, DV, BD, BV)), dphi0, DOT)
+                dphi0 = dot(y0, tl.trans(load_state(state_ptr, 0, channel, D, DV, BD, BV)), dphi0, DOT)
                 if TD:
-                    dphi1 = dot(y0, tl.trans(load_state(state_ptr, BD, tile, D, DV, TD, BV)), dphi1, DOT)
+                    dphi1 = dot(y0, tl.trans(load_state(state_ptr, BD, channel, D, DV, TD, BV)), dphi1, DOT)
 
         if MASS and not KEYS:
             den = tl.sum(phi0 * z0[None, :], axis=1) + denominator_eps

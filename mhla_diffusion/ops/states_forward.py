@@ -35,14 +35,14 @@ from .tiles import (
 __all__ = ["read_out_kernel", "rstd_kernel", "summarise_kernel"]
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SIZES)
 def summarise_kernel(
     x_ptr, y_ptr, table_ptr, rope_ptr, rstd_ptr, weight_ptr, scale_ptr, mass_weight_ptr, state_ptr,
     x_stride_b, x_stride_n, x_stride_h, y_stride_b, y_stride_n, y_stride_h,
     num_tokens, num_blocks, block_size, chunks, chunk_size, heads, head_group, G0, G1, G2, B0, B1, B2,
     feature_eps, norm_eps,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
-    BN: tl.constexpr,
+    BN: tl.constexpr, ONE_TILE: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, MASS: tl.constexpr,
     ROWS: tl.constexpr, REVERSE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -73,9 +73,9 @@ def summarise_kernel(
         z1 = tl.zeros((BN, TD), dtype=tl.float32)
         if TV:
             s11 = tl.zeros((TD, TV), dtype=tl.float32)
-    for start in range(low, end, BN):
+    for tile in range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN)):
         token, real = tokens_at(
-            start + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size, num_tokens, G1, G2,
+            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size, num_tokens, G1, G2,
             TABLE, WIDE,
         )  # fmt: skip
         x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
@@ -140,7 +140,7 @@ def summarise_kernel(
                 store_mass(state_ptr, tl.sum(z1, axis=0), BD, D, DV, TD)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SIZES)
 def read_out_kernel(
     x_ptr, table_ptr, rope_ptr, rstd_ptr, weight_ptr, state_ptr, out_weight_ptr, gate_ptr, local_ptr, out_ptr,
     x_stride_b, x_stride_n, x_stride_h, gate_stride_b, gate_stride_n, gate_stride_h,
@@ -148,7 +148,7 @@ def read_out_kernel(
     num_tokens, num_blocks, block_size, chunks, chunk_size, heads, head_group, G0, G1, G2, B0, B1, B2,
     feature_eps, norm_eps, denominator_eps, out_norm_eps, gate_bias,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
-    BN: tl.constexpr,
+    BN: tl.constexpr, ONE_TILE: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, DIVIDE: tl.constexpr,
     MASS: tl.constexpr, OUT_NORM: tl.constexpr, GATE: tl.constexpr, LOCAL: tl.constexpr, REVERSE: tl.constexpr,
     STEP: tl.constexpr, DOT: tl.constexpr,
@@ -159,8 +159,16 @@ def read_out_kernel(
     GATE: 0 none, 1 multiply, 2 multiply by SiLU(gate + gate_bias). OUT_NORM needs all value channels in one tile.
     """
     x_stride_b, x_stride_n, x_stride_h = x_stride_b * STEP, x_stride_n * STEP, x_stride_h * STEP
-    gate_stride_b, gate_stride_n, gate_stride_h = gate_stride_b * STEP, gate_stride_n * STEP, gate_stride_h * STEP
-    local_stride_b, local_stride_n, local_stride_h = local_stride_b * STEP, local_stride_n * STEP, local_stride_h * STEP
+    gate_stride_b, gate_stride_n, gate_stride_h = (
+        gate_stride_b * STEP,
+        gate_stride_n * STEP,
+        gate_stride_h * STEP,
+    )
+    local_stride_b, local_stride_n, local_stride_h = (
+        local_stride_b * STEP,
+        local_stride_n * STEP,
+        local_stride_h * STEP,
+    )
     batch, head, row = locate(num_blocks * chunks, heads, head_group, REVERSE)
     block = row // chunks
     first, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)
@@ -187,9 +195,9 @@ def read_out_kernel(
         if TD:
             z1 = load_mass(state_ptr, BD, D, DV, TD)
 
-    for start in range(low, end, BN):
+    for tile in range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN)):
         token, real = tokens_at(
-            start + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size, num_tokens, G1, G2,
+            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size, num_tokens, G1, G2,
             TABLE, WIDE,
         )  # fmt: skip
         x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
@@ -241,9 +249,13 @@ def read_out_kernel(
             gate = load_values(gate_ptr, gate_stride_n, token, real, value_low, 0, DV, BV, TV)
             out0 = out0 * activated(gate, gate_bias, GATE)
             if TV:
-                out1 = out1 * activated(load_part(gate_ptr, gate_stride_n, token, real, BV, DV, TV), gate_bias, GATE)
+                out1 = out1 * activated(
+                    load_part(gate_ptr, gate_stride_n, token, real, BV, DV, TV), gate_bias, GATE
+                )
         if LOCAL:
-            out0 += load_values(local_ptr, local_stride_n, token, real, value_low, 0, DV, BV, TV).to(tl.float32)
+            out0 += load_values(local_ptr, local_stride_n, token, real, value_low, 0, DV, BV, TV).to(
+                tl.float32
+            )
             if TV:
                 out1 += load_part(local_ptr, local_stride_n, token, real, BV, DV, TV).to(tl.float32)
         store_values(out0, out_ptr, heads * DV, token, real, value_low, 0, DV, BV, TV)

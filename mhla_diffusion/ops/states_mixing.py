@@ -14,7 +14,7 @@ __all__ = ["mix_gradient_kernel", "mix_kernel", "spread_kernel"]
 _SIZES = ["heads", "rows", "columns", "left_rows", "right_rows", "parts", "padded_rows", "chunks"]
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def spread_kernel(
     m_ptr, out_ptr, stride_h, stride_row, stride_column, rows, columns, chunks, padded_rows, matrices,
     WIDTH: tl.constexpr, SPLIT: tl.constexpr,
@@ -40,7 +40,7 @@ def spread_kernel(
         tl.store(out_ptr, m)
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def mix_kernel(
     m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
@@ -81,7 +81,7 @@ def mix_kernel(
     )
 
 
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def mix_gradient_kernel(
     left_ptr, right_ptr, out_ptr, left_rows, right_rows, parts,
     SIZE: tl.constexpr, RUN: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr, DOT: tl.constexpr,

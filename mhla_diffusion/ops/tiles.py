@@ -120,20 +120,37 @@ def load_values(
 
 @triton.jit
 def store_values(
-    y, y_ptr, stride_n, token, real, low, LOW: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr
+    y,
+    y_ptr,
+    stride_n,
+    token,
+    real,
+    low,
+    LOW: tl.constexpr,
+    DV: tl.constexpr,
+    BV: tl.constexpr,
+    TV: tl.constexpr,
 ):
     offset = token[:, None] * stride_n + tl.arange(0, BV)[None, :]
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=value_mask(real, low, LOW, DV, BV, TV))
 
 
 @triton.jit
-def state_mask(LOW: tl.constexpr, value_low, D: tl.constexpr, DV: tl.constexpr, PD: tl.constexpr, PV: tl.constexpr):
+def state_mask(
+    LOW: tl.constexpr, value_low, D: tl.constexpr, DV: tl.constexpr, PD: tl.constexpr, PV: tl.constexpr
+):
     return (LOW + tl.arange(0, PD) < D)[:, None] & (value_low + tl.arange(0, PV) < DV)[None, :]
 
 
 @triton.jit
 def load_state(
-    state_ptr, LOW: tl.constexpr, value_low, D: tl.constexpr, DV: tl.constexpr, PD: tl.constexpr, PV: tl.constexpr
+    state_ptr,
+    LOW: tl.constexpr,
+    value_low,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    PD: tl.constexpr,
+    PV: tl.constexpr,
 ):
     """Part of S: rows LOW .., columns value_low ..; zero outside."""
     offset = (LOW + tl.arange(0, PD))[:, None] * DV + (value_low + tl.arange(0, PV))[None, :]

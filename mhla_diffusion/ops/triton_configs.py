@@ -1,7 +1,8 @@
 """Launch configurations of the Triton kernels, by kernel, GPU generation, head dim and dtype.
 
 A small fixed table instead of autotuning: the first call is fast and every run takes the same kernel. The first entry
-that a GPU can launch is used; `smaller` derives the steps down from it. Generation 9 is Hopper and newer (228 KiB of
+that a GPU can launch is used; `smaller` derives the steps down from it. Blocks shorter than a tile take a shorter tile.
+Generation 9 is Hopper and newer (228 KiB of
 shared memory), 8 everything before (100 to 164 KiB, 64 KiB on Turing).
 """
 
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 __all__ = [
     "Config", "DualConfig", "MixConfig", "Warps", "chunk_count", "dual_configs", "head_group", "head_parts",
-    "launch_configs", "mix_configs", "overridden", "override",
+    "launch_configs", "mix_configs", "overridden", "override", "padded",
 ]  # fmt: skip
 
 
@@ -30,6 +31,7 @@ class Warps(NamedTuple):
     """Of a kernel that has nothing else to choose."""
 
     num_warps: int
+    num_stages: int = 1
 
 
 class MixConfig(NamedTuple):
@@ -110,14 +112,25 @@ def overridden(name: str, default):
 @functools.cache
 def head_parts(dim: int) -> tuple[int, int]:
     """A head dim as one power of two, or as two when that saves padding: 72 -> 64 + 16 (of which 8 are used)."""
-    whole = _power(dim)
+    whole = padded(dim)
     first = whole // 2
-    rest = _power(dim - first) if dim > first else 0
+    rest = padded(dim - first) if dim > first else 0
     return (first, rest) if 16 <= first < dim and first + rest < whole else (whole, 0)
 
 
-def _power(dim: int) -> int:
-    return max(16, 1 << (dim - 1).bit_length())  # dot products need at least 16 on every side
+def padded(size: int) -> int:
+    """The next power of two, at least 16: tl.dot needs that much on every side."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def fitted(config: Config, padded_dim: int, block_size: int) -> Config:
+    """A tile no longer than the block needs, with fewer warps where it holds little."""
+    tokens = padded(block_size)
+    if tokens >= config.BN:
+        return config
+    # 1024 elements per warp, of the larger of the token tile and the state tile: 32 registers of a thread.
+    warps = padded(padded_dim) * max(tokens, config.BV) // 1024
+    return config._replace(BN=tokens, num_warps=min(config.num_warps, max(1, warps)))
 
 
 def smaller(config: Config) -> Config | None:
@@ -131,25 +144,32 @@ def smaller(config: Config) -> Config | None:
     return None
 
 
-def launch_configs(generation: int, dot_bits: int, padded_dim: int, kernel: str = "") -> list[Config]:
+def launch_configs(
+    generation: int, dot_bits: int, padded_dim: int, block_size: int, kernel: str = ""
+) -> tuple[Config, ...]:
     """Configurations to try in order, the preferred one first.
 
     Args:
         generation: CUDA compute capability's major number (0 under the interpreter, which takes any).
         dot_bits: 16 for bf16 operands, 32 for float32 and tf32.
         padded_dim: the larger of the key and value head dims as `head_parts` pads it, 16 to 256.
+        block_size: tokens of the longest block.
         kernel: summarise, read_out, query_gradients or key_gradients.
     """
     if kernel in _OVERRIDES:
-        return [_OVERRIDES[kernel]]
-    return list(_launch_configs(generation, dot_bits, padded_dim, kernel))
+        return (_OVERRIDES[kernel],)
+    return _launch_configs(generation, dot_bits, max(padded_dim, 32), block_size, kernel)
 
 
-@functools.cache
-def _launch_configs(generation: int, dot_bits: int, padded_dim: int, kernel: str) -> tuple[Config, ...]:
+@functools.cache  # every launch asks
+def _launch_configs(
+    generation: int, dot_bits: int, padded_dim: int, block_size: int, kernel: str
+) -> tuple[Config, ...]:
     place = (9 if generation >= 9 or generation == 0 else 8, dot_bits)
-    default = _TABLE[*place, max(_power(padded_dim), 32)]
-    config: Config | None = _BY_KERNEL.get((kernel, *place, max(padded_dim, 32)), default)
+    default = _TABLE[*place, padded(padded_dim)]
+    config: Config | None = fitted(
+        _BY_KERNEL.get((kernel, *place, padded_dim), default), padded_dim, block_size
+    )
     configs = []
     while config is not None:
         configs.append(config)
@@ -157,11 +177,11 @@ def _launch_configs(generation: int, dot_bits: int, padded_dim: int, kernel: str
     return tuple(configs)
 
 
-def mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> list[MixConfig]:
+def mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> tuple[MixConfig, ...]:
     """Tiles for `mix` or `mix_gradient`: no larger than the numbers of blocks ask for, then smaller ones."""
     if kernel in _OVERRIDES:
-        return [_OVERRIDES[kernel]]
-    return list(_mix_configs(kernel, dot_bits, blocks, summed))
+        return (_OVERRIDES[kernel],)
+    return _mix_configs(kernel, dot_bits, blocks, summed)
 
 
 @functools.cache
@@ -193,20 +213,25 @@ _DUAL = {
 }
 
 
-def dual_configs(kernel: str, generation: int, dot_bits: int) -> list[DualConfig]:
+def dual_configs(kernel: str, generation: int, dot_bits: int) -> tuple[DualConfig, ...]:
     """Configurations of the dual form to try in order."""
     if kernel in _OVERRIDES:
-        return [_OVERRIDES[kernel]]
-    config = _DUAL[kernel, 9 if generation >= 9 or generation == 0 else 8, dot_bits]
-    configs = [config, config._replace(num_stages=1)]
+        return (_OVERRIDES[kernel],)
+    return _dual_configs(kernel, 9 if generation >= 9 or generation == 0 else 8, dot_bits)
+
+
+@functools.cache
+def _dual_configs(kernel: str, generation: int, dot_bits: int) -> tuple[DualConfig, ...]:
+    config = _DUAL[kernel, generation, dot_bits]
+    configs = [config, config._replace(num_stages=1)] if config.num_stages > 1 else [config]
     while configs[-1].BM > 16:
         last = configs[-1]
         configs.append(last._replace(BM=last.BM // 2, BN=min(last.BN, last.BM // 2)))
-    return configs
+    return tuple(configs)
 
 
 def _tile(length: int) -> int:
-    return 16 if length <= 16 else 32 if length <= 32 else 64 if length <= 64 else 128
+    return min(128, padded(length))
 
 
 def head_group(heads: int, head_bytes: int) -> int:

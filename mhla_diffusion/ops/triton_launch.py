@@ -1,4 +1,5 @@
-"""Launches the states form's kernels: output buffers, strides, and the way down when a GPU cannot take a configuration."""
+"""Launches the states form's kernels: output buffers, strides, and the way down when a configuration cannot be compiled
+or takes more than the GPU has."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 import triton
+from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from . import fallback
@@ -17,9 +19,27 @@ from .partition import Partition
 from .states_backward import pull_back_kernel
 from .states_forward import read_out_kernel, rstd_kernel, summarise_kernel
 from .states_mixing import mix_gradient_kernel, mix_kernel, spread_kernel
-from .triton_configs import Config, MixConfig, Warps, chunk_count, head_group, head_parts, launch_configs, mix_configs
+from .triton_configs import (
+    Config,
+    MixConfig,
+    Warps,
+    chunk_count,
+    head_group,
+    head_parts,
+    launch_configs,
+    mix_configs,
+)
 
-__all__ = ["Epilogue", "key_gradients", "launch", "mix", "mix_gradient", "query_gradients", "read_out", "summarise"]
+__all__ = [
+    "Epilogue",
+    "key_gradients",
+    "launch",
+    "mix",
+    "mix_gradient",
+    "query_gradients",
+    "read_out",
+    "summarise",
+]
 
 DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "bf16"}
 _MIX_DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "split"}
@@ -30,49 +50,82 @@ _warned: set[tuple] = set()
 
 def launch(kernel, grid: tuple[int, ...], config, *args, **constants) -> None:
     """The one place where a kernel starts."""
-    kernel[grid](*args, **{**config._asdict(), **constants})
-
-
-def _warn_once(x: torch.Tensor, value_dim: int, outcome: str, error: OutOfResources | None) -> None:
-    key = (str(x.device), x.dtype, x.shape[-1], value_dim, outcome)
-    if key not in _warned:
-        _warned.add(key)
-        gpu = torch.cuda.get_device_name(x.device) if x.is_cuda else f"Triton's interpreter on {x.device}"
-        warnings.warn(
-            f"the MHLA kernels at head dims {x.shape[-1]} and {value_dim} in {x.dtype} need more than {gpu} has "
-            f"(Triton {triton.__version__}: {error}): continuing with {outcome}",
-            stacklevel=2,
-        )
+    kernel[grid](*args, **config._asdict(), **constants)
 
 
 @functools.cache
-def generation_of(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
-def _configs(name: str, x: torch.Tensor, value_dim: int) -> list[Config]:
+def _generation(x: torch.Tensor) -> int:
+    """Major number of the GPU's compute capability, 0 under the interpreter."""
+    return _capability(x.device) if x.is_cuda else 0
+
+
+def _configuration_fails(error: Exception) -> bool:
+    """Whether this launch configuration is at fault, so that another may do: too large, or Triton cannot compile it.
+
+    The compiler's passes fail with a bare RuntimeError, as a broken launch does: where it was raised tells them apart.
+    """
+    if isinstance(error, OutOfResources | CompilationError):
+        return True
+    frame = error.__traceback__
+    while frame is not None:
+        code = frame.tb_frame
+        if code.f_globals.get("__name__") == "triton.compiler.compiler" and code.f_code.co_name == "compile":
+            return True
+        frame = frame.tb_next
+    return False
+
+
+def _warn_once(x: torch.Tensor, value_dim: int, outcome: str, error: Exception | None) -> None:
+    key = (str(x.device), x.dtype, x.shape[-1], value_dim, outcome)
+    if key in _warned:
+        return
+    gpu = torch.cuda.get_device_name(x.device) if x.is_cuda else f"Triton's interpreter on {x.device}"
+    fault = f"need more than {gpu} has" if isinstance(error, OutOfResources) else f"do not compile for {gpu}"
+    text = " ".join(str(error).split())[:300]
+    warnings.warn(
+        f"the MHLA kernels at head dims {x.shape[-1]} and {value_dim} in {x.dtype} {fault} "
+        f"(Triton {triton.__version__}: {text}): continuing with {outcome}",
+        stacklevel=2,
+    )
+    _warned.add(key)  # last: a warning that was made an error stays one
+
+
+def dot_bits(x: torch.Tensor) -> int:
+    return 16 if x.dtype == torch.bfloat16 else 32
+
+
+def _configs(name: str, x: torch.Tensor, value_dim: int, part: Partition) -> tuple[Config, ...]:
     widest = max(sum(head_parts(x.shape[-1])), sum(head_parts(value_dim)))
-    return launch_configs(generation_of(x.device), 16 if x.dtype == torch.bfloat16 else 32, widest, name)
+    return launch_configs(_generation(x), dot_bits(x), widest, part.block_size, name)
 
 
-def start_first_fitting(name: str, x: torch.Tensor, value_dim: int, start: Callable, configs: list | None = None) -> bool:
-    """Start a kernel with the first configuration that fits. False: none does, so plain torch has to do it."""
-    if configs is None:
-        configs = _configs(name, x, value_dim)
-    key = (name, x.device, x.dtype, x.shape[-1], value_dim)
+def start_first_fitting(
+    name: str, x: torch.Tensor, value_dim: int, configs: tuple, options: tuple, start: Callable
+) -> bool:
+    """Start a kernel with the first configuration that works. False: none does, so plain torch has to do it.
+
+    options: what else the kernel is compiled for, so that one variant's failure does not slow the others down.
+    """
+    key = (name, x.device, x.dtype, x.shape[-1], value_dim, configs[0], options)
     error = None
     for step in range(_step.get(key, 0), len(configs)):
-        _step[key] = step
         try:
             start(configs[step])
-        except OutOfResources as caught:
+        except Exception as caught:
+            if not _configuration_fails(caught):
+                raise
             error = caught
             continue
         if error is not None:
             _warn_once(x, value_dim, "a smaller launch configuration", error)
+            _step[key] = step
         return True
-    _step[key] = len(configs)
     _warn_once(x, value_dim, "plain torch", error)
+    _step[key] = len(configs)
     return False
 
 
@@ -95,23 +148,26 @@ def strides_of(*tensors: torch.Tensor) -> tuple[tuple[int, ...], int]:
     return tuple([stride // step for stride in strides]), step
 
 
-def new_rows(part: Partition, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def new_rows(
+    part: Partition, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """A buffer with one row per token; a table that was never checked may leave tokens out, these read as zero."""
     if part.trusted:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _channels(dim: int, value_dim: int, config: Config) -> dict[str, int]:
+def _channels(dim: int, value_dim: int, config: Config) -> tuple[Config, dict[str, int]]:
+    """The configuration with the value tile that the head dims take, and the parts of the head dims."""
     (bd, td), (bv, tv) = head_parts(dim), head_parts(value_dim)
     if bv > config.BV or (tv and config.BV < 64):
         bv, tv = config.BV, 0  # value channels in several tiles
-    return {"D": dim, "DV": value_dim, "BD": bd, "TD": td, "BV": bv, "TV": tv}
+    return config._replace(BV=bv), {"D": dim, "DV": value_dim, "BD": bd, "TD": td, "TV": tv}
 
 
 def _value_tiles(value_dim: int, config: Config) -> int:
-    channels = _channels(16, value_dim, config)
-    return _tiles(value_dim, channels["BV"] + channels["TV"])
+    config, parts = _channels(16, value_dim, config)
+    return _tiles(value_dim, config.BV + parts["TV"])
 
 
 class _Blocks:
@@ -132,10 +188,12 @@ class _Blocks:
             "WIDE": part.num_tokens * max(x.stride(1), *wide) >= 2**31,
             "REVERSE": False,
         }
+        self.key = tuple(self.constants.values())
 
-    def config(self, config: Config) -> Config:
-        # A table is one load that others wait for: Triton's pipeliner cannot take both into one loop.
-        return config._replace(num_stages=1) if self.constants["TABLE"] else config
+    def fit(self, dim: int, value_dim: int, config: Config) -> tuple[Config, dict]:
+        """The configuration and the constants of a launch over these blocks."""
+        config, parts = _channels(dim, value_dim, config)
+        return config, {**parts, **self.constants, "ONE_TILE": self.numbers[4] <= config.BN}
 
 
 def _rope(rope, x: torch.Tensor) -> torch.Tensor:
@@ -160,7 +218,16 @@ def _norm(norm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, int
 
 
 def summarise(
-    x, y, part: Partition, rope, feature_eps: float, *, mass: bool, rows=None, norm=None, state_dtype=torch.float32
+    x,
+    y,
+    part: Partition,
+    rope,
+    feature_eps: float,
+    *,
+    mass: bool,
+    rows=None,
+    norm=None,
+    state_dtype=torch.float32,
 ) -> torch.Tensor:
     """States `(B, H, M * chunks, D * Dv [+ D])` of x (B, N, H, D) and y (B, N, H, Dv); chunks of a block side by side.
 
@@ -178,15 +245,20 @@ def summarise(
     strides, step = strides_of(x, y)
 
     def start(config: Config) -> None:
+        tiles = _value_tiles(value_dim, config)
+        config, constants = blocks.fit(dim, value_dim, config)
         launch(
-            summarise_kernel, (blocks.programs, _value_tiles(value_dim, config)), blocks.config(config),
+            summarise_kernel, (blocks.programs, tiles), config,
             x, y, blocks.table, angles, rstd, norm_weight, scale, weight, state,
             *strides, *blocks.numbers, feature_eps, norm_eps,
-            **_channels(dim, value_dim, config), ROPE=rope is not None, NORM=kind, MASS=mass,
-            ROWS=rows is not None, DOT=DOT[x.dtype], STEP=step, **blocks.constants,
+            ROPE=rope is not None, NORM=kind, MASS=mass, ROWS=rows is not None, STEP=step, DOT=DOT[x.dtype],
+            **constants,
         )  # fmt: skip
 
-    if not start_first_fitting("summarise", x, value_dim, start):
+    options = (y.dtype, state_dtype, rope is None, kind, mass, rows is None, blocks.key)
+    if not start_first_fitting(
+        "summarise", x, value_dim, _configs("summarise", x, value_dim, part), options, start
+    ):
         x = normalise(x, norm)
         return fallback.summarise(x, y, part, rope, feature_eps, mass=mass, rows=rows).to(state_dtype)
     return state
@@ -198,6 +270,7 @@ class Epilogue:
     def __init__(self, norm_weight=None, norm_eps: float = 1e-6, gate=None, gate_bias=None, local=None):
         self.norm_weight, self.norm_eps, self.local = norm_weight, norm_eps, local
         self.gate, self.gate_bias = gate, gate_bias
+        self.key = (norm_weight is None, gate is None, gate_bias is None, local is None)
 
     def __call__(self, out: torch.Tensor) -> torch.Tensor:
         return epilogue(out, self.norm_weight, self.norm_eps, self.gate, self.gate_bias, self.local)
@@ -214,7 +287,8 @@ def read_out(
     x = unit_stride(x)
     batch, tokens, heads, dim = x.shape
     after = Epilogue() if after is None else after
-    if after.norm_weight is not None and _value_tiles(value_dim, _configs("read_out", x, value_dim)[0]) > 1:
+    configs = _configs("read_out", x, value_dim, part)
+    if after.norm_weight is not None and _value_tiles(value_dim, configs[0]) > 1:
         # A head's output norm needs all of its channels, which several programs hold here.
         out = read_out(
             x, state, value_dim, part, rope, feature_eps, divide=divide, mass=mass,
@@ -233,18 +307,20 @@ def read_out(
         tiles = _value_tiles(value_dim, config)
         if after.norm_weight is not None and tiles > 1:
             raise OutOfResources(value_dim, config.BV, "value channels in one tile")
+        config, constants = blocks.fit(dim, value_dim, config)
         launch(
-            read_out_kernel, (blocks.programs, tiles), blocks.config(config),
+            read_out_kernel, (blocks.programs, tiles), config,
             x, blocks.table, angles, rstd, norm_weight, state, out_weight, gate, local, out,
             *strides, *blocks.numbers,
             feature_eps, norm_eps, denominator_eps, after.norm_eps, after.gate_bias or 0.0,
-            **_channels(dim, value_dim, config), ROPE=rope is not None, NORM=kind, DIVIDE=divide, MASS=mass,
+            ROPE=rope is not None, NORM=kind, DIVIDE=divide, MASS=mass,
             OUT_NORM=after.norm_weight is not None,
             GATE=0 if after.gate is None else 1 if after.gate_bias is None else 2,
-            LOCAL=after.local is not None, DOT=_state_dot(x, state), STEP=step, **blocks.constants,
+            LOCAL=after.local is not None, STEP=step, DOT=_state_dot(x, state), **constants,
         )  # fmt: skip
 
-    if not start_first_fitting("read_out", x, value_dim, start):
+    options = (out_dtype, state.dtype, rope is None, kind, divide, after.key, blocks.key)
+    if not start_first_fitting("read_out", x, value_dim, configs, options, start):
         out = fallback.read_out(
             normalise(x, norm), state.float(), value_dim, part, rope, feature_eps,
             divide=divide, denominator_eps=denominator_eps, out_dtype=torch.float32,
@@ -292,12 +368,15 @@ def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: 
             SIZE=size, WIDTH=spread.shape[-1], REVERSE=True, DOT=kind,
         )  # fmt: skip
 
-    if not start_first_fitting("mix", x, value_dim, start, mix_configs("mix", 16 if split else 32, rows, columns)):
+    configs = mix_configs("mix", 16 if split else 32, rows, columns)
+    if not start_first_fitting("mix", x, value_dim, configs, (kind,), start):
         return fallback.mix(matrix, states, columns // matrix.shape[-1])
     return mixed
 
 
-def mix_gradient(left: torch.Tensor, right: torch.Tensor, matrix, x: torch.Tensor, value_dim: int) -> torch.Tensor:
+def mix_gradient(
+    left: torch.Tensor, right: torch.Tensor, matrix, x: torch.Tensor, value_dim: int
+) -> torch.Tensor:
     """Gradient of the coefficients: <gradient of mixed state i, state j>, summed over batch (and heads), float32.
 
     left (B, H, Mq * chunks, K), right (B, H, Mk * chunks, K); the result has the shape of `matrix`.
@@ -317,14 +396,18 @@ def mix_gradient(left: torch.Tensor, right: torch.Tensor, matrix, x: torch.Tenso
             left_rows, right_rows, parts, SIZE=size, RUN=max(run, config.BN), DOT=kind,
         )  # fmt: skip
 
-    if not start_first_fitting("mix_gradient", x, value_dim, start, configs):
+    if not start_first_fitting("mix_gradient", x, value_dim, configs, (kind,), start):
         out = (left.float() @ right.float().transpose(-1, -2))[:, :, None]
     out = out.sum(dim=(0, 2) if matrix.ndim == 3 else (0, 1, 2))
     rows, columns = matrix.shape[-2:]
-    return out.view(*out.shape[:-2], rows, left_rows // rows, columns, right_rows // columns).sum(dim=(-3, -1))
+    return out.view(*out.shape[:-2], rows, left_rows // rows, columns, right_rows // columns).sum(
+        dim=(-3, -1)
+    )
 
 
-def _pull_back(name, x, y, state, part, rope, feature_eps, *, mass, denominator_eps=0.0, state_dtype=torch.float32):
+def _pull_back(
+    name, x, y, state, part, rope, feature_eps, *, mass, denominator_eps=0.0, state_dtype=torch.float32
+):
     """(dx, second result of a fused kernel or None, row weights or None), or None when no configuration fits."""
     x, y = unit_stride(x), unit_stride(y)
     batch, tokens, heads, dim = x.shape
@@ -349,21 +432,35 @@ def _pull_back(name, x, y, state, part, rope, feature_eps, *, mass, denominator_
                 batch, heads, blocks.rows, state.shape[-1], dtype=state_dtype, device=x.device
             )
         elif mass and not keys:
-            results[2] = tuple(new_rows(part, (batch, tokens, heads), torch.float32, x.device) for _ in range(2))
+            results[2] = tuple(
+                new_rows(part, (batch, tokens, heads), torch.float32, x.device) for _ in range(2)
+            )
             scale, weight = results[2]
+        config, constants = blocks.fit(dim, value_dim, config)
         launch(
-            pull_back_kernel, (blocks.programs,), blocks.config(config),
+            pull_back_kernel, (blocks.programs,), config,
             x, y, blocks.table, angles, state, dx, own, scale, weight,
             *strides, *blocks.numbers, feature_eps, denominator_eps,
-            **_channels(dim, value_dim, config), ROPE=rope is not None, MASS=mass, KEYS=keys, WHOLE=whole, FUSED=fused,
-            DOT=_state_dot(x, state), STEP=step, **blocks.constants,
+            ROPE=rope is not None, MASS=mass, KEYS=keys, WHOLE=whole, FUSED=fused, STEP=step,
+            DOT=_state_dot(x, state), **constants,
         )  # fmt: skip
 
-    return results if start_first_fitting(name, x, value_dim, start) else None
+    options = (y.dtype, state.dtype, state_dtype, rope is None, mass, blocks.key)
+    configs = _configs(name, x, value_dim, part)
+    return results if start_first_fitting(name, x, value_dim, configs, options, start) else None
 
 
 def query_gradients(
-    q, grad, mixed, part: Partition, rope, feature_eps: float, *, mass: bool, denominator_eps: float, state_dtype
+    q,
+    grad,
+    mixed,
+    part: Partition,
+    rope,
+    feature_eps: float,
+    *,
+    mass: bool,
+    denominator_eps: float,
+    state_dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dq (B, N, H, D) and the gradient of the mixed states, `(B, H, M * chunks, D * Dv [+ D])`."""
     options = {"mass": mass, "denominator_eps": denominator_eps}

@@ -94,14 +94,24 @@ def test_with_gradients_the_steps_are_taken_apart(inputs):
 
     def gradients(dtype, backend):
         leaves = {n: tensors[n].to(dtype).detach().requires_grad_() for n in names}
-        weights = {n: (options[n][0].to(dtype).requires_grad_(), options[n][1]) for n in ("query_norm", "key_norm")}
+        weights = {
+            n: (options[n][0].to(dtype).requires_grad_(), options[n][1]) for n in ("query_norm", "key_norm")
+        }
         gate = options["gate"].to(dtype).detach().requires_grad_()
         out = mhla_attention(
-            **leaves, **weights, gate=gate, gate_bias=GATE_BIAS, grid=(3, 5), block_grid=(2, 2), backend=backend
+            **leaves,
+            **weights,
+            gate=gate,
+            gate_bias=GATE_BIAS,
+            grid=(3, 5),
+            block_grid=(2, 2),
+            backend=backend,
         )
         return torch.autograd.grad(out.sum(), [*leaves.values(), gate, *[w for w, _ in weights.values()]])
 
-    for got, truth in zip(gradients(torch.float32, "triton"), gradients(torch.float64, "reference"), strict=True):
+    for got, truth in zip(
+        gradients(torch.float32, "triton"), gradients(torch.float64, "reference"), strict=True
+    ):
         assert (got - truth).norm() <= 2e-5 * truth.norm()
 
 

@@ -43,9 +43,8 @@ def compare_compiled(device, call, inputs, compiler: str, parameter) -> None:
         assert (a - b).norm() <= 2e-5 * b.norm()
 
 
-@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("backend", ["eager", "triton"])
-@pytest.mark.parametrize("grid", [(2, 4), (3, 3)])
+@pytest.mark.parametrize(("dim", "grid"), [(64, (2, 4)), (128, (3, 3))])
 def test_one_graph_forward_and_backward(device, backend, dim, grid):
     torch.compiler.reset()
     tokens = grid[0] * grid[1]
@@ -105,8 +104,7 @@ def test_generated_code_equals_eager(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (128, torch.bfloat16)])
 def test_generated_code_equals_eager_on_the_gpu(device, dim, dtype):
     torch.compiler.reset()
     mixing = BlockMixing((4, 4)).to(device)

@@ -1,0 +1,153 @@
+"""Compile the kernels for GPUs that need not be there: `python tests/ops/compile_kernels.py --arch 80 90 [--all]`.
+
+Operator calls run on CPU tensors, forward and backward; only the launch is replaced, by Triton's compilation ahead of
+time, so that signatures and specialisations are exactly those of a run on the GPU. Prints what does not compile or
+takes more shared memory than the GPU has, and exits with 1 then. `--all`, every dtype, head dim and option, takes many
+minutes.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from mhla_diffusion.blocks import block_table
+from mhla_diffusion.ops import triton_launch
+from mhla_diffusion.ops.partition import grid_partition, table_partition
+from mhla_diffusion.ops.registration import triton_core
+
+SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes that one program may take
+BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+SHORT, LONG = (16, 16), (64, 64)  # tokens; in 4 x 4 blocks these are 16 in one tile, 256 in several
+
+
+class Target:
+    """What Triton asks its driver for when it only compiles."""
+
+    def __init__(self, arch: int) -> None:
+        self.arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return self.arch
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiler:
+    """Takes the place of `triton_launch.launch`."""
+
+    def __init__(self) -> None:
+        self.arch = 0
+        self.compiled: set[tuple] = set()
+        self.faults: set[str] = set()
+
+    def aim(self, arch: int) -> None:
+        self.arch = arch
+        driver.set_active(Target(arch))
+        triton_launch._generation = lambda x: arch // 10
+
+    def launch(self, kernel, grid, config, *args, **constants) -> None:
+        dtypes = [str(x.dtype).removeprefix("torch.") for x in args if isinstance(x, torch.Tensor)]
+        name = f"sm_{self.arch} {kernel.__name__} {config} {constants} {dtypes}"
+        try:
+            binary = kernel.warmup(*args, grid=grid, **config._asdict(), **constants)
+        except Exception as error:
+            self.faults.add(f"{name}: {type(error).__name__} {error}")
+            return
+        self.compiled.add((self.arch, binary.hash))
+        if binary.metadata.shared > SHARED[self.arch]:
+            self.faults.add(f"{name}: {binary.metadata.shared} bytes of shared memory")
+
+
+def attend(
+    dtype, tokens, dim, value_dim=None, *, heads=2, rope=False, normalizer="paper", fused=False, form="states"
+) -> None:
+    """One call, forward and backward. fused: norm, gate or local branch follow, so the core's output is float32."""
+    count = tokens[0] * tokens[1]
+    q, k = (torch.zeros(1, count, heads, dim, dtype=dtype, requires_grad=True) for _ in range(2))
+    v = torch.zeros(1, count, heads, value_dim or dim, dtype=dtype, requires_grad=True)
+    part = grid_partition(tokens, (4, 4), count, q.device)
+    turns = (torch.zeros(count, dim // 2),) * 2 if rope else None
+    out = triton_core(
+        q, k, v, torch.zeros(16, 16), part, part, rope=turns, key_rope=turns, normalizer=normalizer,
+        out_dtype=FLOAT32 if fused else None, form=form,
+    )  # fmt: skip
+    out.backward(torch.zeros_like(out))
+
+
+def attend_with_steps(dtype, tokens, dim) -> None:
+    """One forward call with every step fused, and blocks given as a table."""
+    count, heads = tokens[0] * tokens[1], 2
+    q, k, v, gate, local = (torch.zeros(1, count, heads, dim, dtype=dtype) for _ in range(5))
+    part = table_partition("table", block_table(tokens, (4, 4)), count, q.device)
+    turns = (torch.zeros(count, dim // 2),) * 2
+    triton_core(
+        q, k, v, torch.zeros(16, 16), part, part, rope=turns, key_rope=turns, gate=gate, gate_bias=1.0, local=local,
+        query_norm=torch.ones(heads, dim), query_norm_eps=1e-6, key_norm=torch.ones(dim), key_norm_eps=1e-6,
+        norm_weight=torch.ones(dim), norm_eps=1e-6,
+    )  # fmt: skip
+
+
+def a_few() -> None:
+    attend(BFLOAT16, SHORT, 72, form="dual")
+    attend(BFLOAT16, LONG, 72)
+    attend_with_steps(BFLOAT16, LONG, 128)
+    attend(BFLOAT16, SHORT, 32, heads=8, fused=True)
+    attend(BFLOAT16, LONG, 32, heads=8, fused=True)
+    attend(BFLOAT16, LONG, 128, rope=True)
+    attend(FLOAT16, LONG, 64, normalizer="none", fused=True)
+    attend(FLOAT32, LONG, 64, rope=True)
+
+
+def every_option(dims: list[int]) -> None:
+    options = itertools.product((BFLOAT16, FLOAT16, FLOAT32), ("paper", "none"), (False, True), (False, True))
+    for dtype, normalizer, rope, fused in options:
+        if fused and dtype == FLOAT32:
+            continue
+        for dim, tokens in itertools.product(dims, (SHORT, LONG)):
+            attend(dtype, tokens, dim, rope=rope, normalizer=normalizer, fused=fused)
+            if (
+                dim in (8, 12) and tokens == LONG
+            ):  # rows of one head start at addresses no vector load may take
+                attend(dtype, tokens, dim, heads=1, rope=rope, normalizer=normalizer, fused=fused)
+            if tokens == SHORT and dim <= 128 and not (rope and normalizer == "paper"):
+                attend(dtype, tokens, dim, rope=rope, normalizer=normalizer, fused=fused, form="dual")
+    for dtype in (BFLOAT16, FLOAT16, FLOAT32):
+        attend_with_steps(dtype, LONG, 72)
+        for dim, value_dim in ((64, 128), (128, 32), (32, 256)):
+            attend(dtype, LONG, dim, value_dim, rope=True, fused=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, nargs="+", default=[90], choices=sorted(SHARED))
+    parser.add_argument("--all", action="store_true", help="every dtype, head dim and option")
+    parser.add_argument(
+        "--dims", type=int, nargs="+", default=[8, 12, 32, 64, 72, 128, 256], help="for --all"
+    )
+    arguments = parser.parse_args()
+    compiler = Compiler()
+    triton_launch.launch = compiler.launch
+    for arch in arguments.arch:
+        compiler.aim(arch)
+        every_option(arguments.dims) if arguments.all else a_few()
+    print(
+        f"Triton {triton.__version__}: {len(compiler.compiled)} kernels compile, {len(compiler.faults)} do not"
+    )
+    print(*sorted(compiler.faults), sep="\n", file=sys.stderr)
+    return 1 if compiler.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
