@@ -1,7 +1,7 @@
 """The operator at the shapes of real models, beside softmax attention and plain linear attention in the same run.
 
-`python -m mhla_diffusion.evaluation.bench_operator --out results --minutes 6` writes `op.json` after every row, so that a
-run that is cut short keeps what it measured.
+`python -m mhla_diffusion.evaluation.bench_operator --out results --minutes 6` writes `op.json` after every row, so that
+a run that is cut short keeps what it measured.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Launch configurations of the operator's kernels: what is fastest on this GPU, and the table lines to paste.
 
 `python -m mhla_diffusion.evaluation.tune_operator --out results --minutes 8` compiles the candidates in parallel
-processes (Triton keeps compiled kernels on disk), then times each kernel alone in this one. `tune.json` is written after
-every kernel; the lines printed last go into `ops/triton_configs.py`.
+processes (Triton keeps compiled kernels on disk), then times each kernel alone in this one. `tune.json` is written
+after every kernel; the lines printed last go into `ops/triton_configs.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .timing import milliseconds
 __all__ = ["candidates", "stages", "tune"]
 
 SHAPES = {case.name: case for case in CASES}
+DEFAULT = ["wan 480x800x81", "dit 512", "sana 4K", "dit 256"]
 
 
 def candidates(kernel: str, dim: int) -> Iterator:
@@ -67,7 +68,7 @@ def candidates(kernel: str, dim: int) -> Iterator:
 
 def stages(inputs: Inputs) -> dict[str, Callable[[], object]]:
     """A call of every kernel of a case; the kernels before it have run once, outside."""
-    from ..ops import dual_launch, triton_launch
+    from ..ops import dual_launch, states_launch
 
     case, q, k, v, grad, mixing = inputs.case, inputs.q, inputs.k, inputs.v, inputs.grad, inputs.mixing
     part = grid_partition(case.grid, case.block_grid, q.shape[1], q.device)
@@ -75,27 +76,27 @@ def stages(inputs: Inputs) -> dict[str, Callable[[], object]]:
     norms = [inputs.options.get(name) for name in ("query_norm", "key_norm")]
     after = None
     if case.fused:
-        after = triton_launch.Epilogue(
+        after = states_launch.Epilogue(
             inputs.options["norm_weight"], 1e-6, inputs.options["gate"], inputs.options["gate_bias"]
         )
     kept = {"state_dtype": torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32}
     read = {"divide": mass, "mass": mass, "denominator_eps": 0.0, "out_dtype": q.dtype}
-    state = triton_launch.summarise(k, v, part, rope, eps, mass=mass, norm=norms[1], **kept)
-    mixed = triton_launch.mix(mixing, state, q, v.shape[-1])
+    state = states_launch.summarise(k, v, part, rope, eps, mass=mass, norm=norms[1], **kept)
+    mixed = states_launch.mix(mixing, state, q, v.shape[-1])
     found = {
-        "summarise": lambda: triton_launch.summarise(k, v, part, rope, eps, mass=mass, norm=norms[1], **kept),
-        "mix": lambda: triton_launch.mix(mixing, state, q, v.shape[-1]),
-        "read_out": lambda: triton_launch.read_out(
+        "summarise": lambda: states_launch.summarise(k, v, part, rope, eps, mass=mass, norm=norms[1], **kept),
+        "mix": lambda: states_launch.mix(mixing, state, q, v.shape[-1]),
+        "read_out": lambda: states_launch.read_out(
             q, mixed, v.shape[-1], part, rope, eps, norm=norms[0], after=after, **read
         ),
     }
     if case.backward:
         options = {"mass": mass, "denominator_eps": 0.0, **kept}
-        found["query_gradients"] = lambda: triton_launch.query_gradients(
+        found["query_gradients"] = lambda: states_launch.query_gradients(
             q, grad, mixed, part, rope, eps, **options
         )
-        found["key_gradients"] = lambda: triton_launch.key_gradients(k, v, mixed, part, rope, eps, mass=mass)
-        found["mix_gradient"] = lambda: triton_launch.mix_gradient(mixed, state, mixing, q, v.shape[-1])
+        found["key_gradients"] = lambda: states_launch.key_gradients(k, v, mixed, part, rope, eps, mass=mass)
+        found["mix_gradient"] = lambda: states_launch.mix_gradient(mixed, state, mixing, q, v.shape[-1])
     if has_dual(case):
         out, den = dual_launch.dual_forward(q, k, v, mixing, part, part, None, None, eps, 0.0, mass, q.dtype)
         found["dual_forward"] = lambda: dual_launch.dual_forward(
@@ -220,7 +221,8 @@ def tune(
                 rows = time_kernel(shape, kernel, calls, usable, repeats, end)
                 result["kernels"] += rows
                 if rows and "ms" in rows[0]:
-                    line = f"{shape} | {kernel}: {type(usable[0]).__name__}{tuple(rows[0]['config'])}  {rows[0]['ms']:.4f} ms"
+                    best = f"{type(usable[0]).__name__}{tuple(rows[0]['config'])}"
+                    line = f"{shape} | {kernel}: {best}  {rows[0]['ms']:.4f} ms"
                     result["lines"].append(line)
                     for row in rows[:5]:
                         print(shape, kernel, row["config"], row.get("ms"), row.get("difference"), flush=True)

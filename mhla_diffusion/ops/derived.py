@@ -22,9 +22,9 @@ _KEPT = WeakIdKeyDictionary()
 def derived(source: torch.Tensor, key: Hashable, build: Callable[[], torch.Tensor]) -> torch.Tensor:
     """`build()`, or its result of an earlier call if `source` was not written to since.
 
-    Not kept: what comes from an inference tensor, which does not tell when it was written to, and what is made while a
-    CUDA graph is captured, because that buffer is the graph's. Not meant for weights: optimizers write to `.data`, which
-    leaves no trace.
+    Not kept: what comes from an inference tensor, which does not tell when it was written to, and what is made while
+    a CUDA graph is captured, because that buffer is the graph's. Not meant for weights: optimizers write to `.data`,
+    which leaves no trace.
     """
     if source.is_inference() or (source.is_cuda and torch.cuda.is_current_stream_capturing()):
         return build()

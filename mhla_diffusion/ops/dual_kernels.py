@@ -102,7 +102,8 @@ def dual_forward_kernel(
 def dual_query_kernel(
     q_ptr, k_ptr, v_ptr, m_ptr, rope_ptr, key_rope_ptr, grad_ptr, out_ptr, den_ptr, delta_ptr, dq_ptr, dm_ptr,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
-    grad_stride_b, grad_stride_n, grad_stride_h, m_stride_h, m_stride_row, m_stride_column, heads, query_tokens, key_tokens, feature_eps,
+    grad_stride_b, grad_stride_n, grad_stride_h, m_stride_h, m_stride_row, m_stride_column,
+    heads, query_tokens, key_tokens, feature_eps,
     QM: tl.constexpr, QN: tl.constexpr, QG0: tl.constexpr, QG1: tl.constexpr, QG2: tl.constexpr,
     QB0: tl.constexpr, QB1: tl.constexpr, QB2: tl.constexpr,
     KM: tl.constexpr, KN: tl.constexpr, KG0: tl.constexpr, KG1: tl.constexpr, KG2: tl.constexpr,
@@ -208,7 +209,8 @@ def dual_query_kernel(
 def dual_key_kernel(
     q_ptr, k_ptr, v_ptr, m_ptr, rope_ptr, key_rope_ptr, grad_ptr, den_ptr, delta_ptr, dk_ptr, dv_ptr,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
-    grad_stride_b, grad_stride_n, grad_stride_h, m_stride_h, m_stride_row, m_stride_column, heads, query_tokens, key_tokens, feature_eps,
+    grad_stride_b, grad_stride_n, grad_stride_h, m_stride_h, m_stride_row, m_stride_column,
+    heads, query_tokens, key_tokens, feature_eps,
     QM: tl.constexpr, QN: tl.constexpr, QG0: tl.constexpr, QG1: tl.constexpr, QG2: tl.constexpr,
     QB0: tl.constexpr, QB1: tl.constexpr, QB2: tl.constexpr,
     KM: tl.constexpr, KN: tl.constexpr, KG0: tl.constexpr, KG1: tl.constexpr, KG2: tl.constexpr,

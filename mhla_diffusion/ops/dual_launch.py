@@ -9,15 +9,11 @@ from .derived import interleaved_angles
 from .dual_kernels import dual_forward_kernel, dual_key_kernel, dual_query_kernel
 from .partition import Partition
 from .triton_configs import DualConfig, dual_configs, head_parts
-from .triton_launch import DOT, dot_bits, new_rows, start_first_fitting, strides_of, unit_stride
+from .triton_launch import DOT, ceil_div, dot_bits, new_rows, start_first_fitting, strides_of, unit_stride
 
 __all__ = ["dual_backward", "dual_forward", "has_dual_backward"]
 
 SHORTEST_RUN = 8  # slots that share a coefficient; below, one coefficient is read for each pair of tokens
-
-
-def _tiles(length: int, tile: int) -> int:
-    return -(-length // tile)
 
 
 def _run(part: Partition, tile: int) -> int:
@@ -80,7 +76,7 @@ def dual_forward(
         if query.layout is None or key.layout is None:
             config = config._replace(num_stages=1)  # a table is a load that the loop's other loads wait for
         triton_launch.launch(
-            dual_forward_kernel, (_tiles(slots, config.BM), batch * heads), config,
+            dual_forward_kernel, (ceil_div(slots, config.BM), batch * heads), config,
             q, k, v, mixing, *tables, *angles, out, den, *strides,
             *_m_strides(mixing), heads, tokens, k.shape[1], feature_eps, denominator_eps,
             RUN=_run(key, config.BN), TABLE=query.layout is None, KEY_TABLE=key.layout is None,
@@ -128,14 +124,14 @@ def dual_backward(
         shape = (batch, heads, tokens // query_run, k.shape[1] // run)
         pieces[:] = [torch.empty(shape, dtype=torch.float32, device=q.device)]
         triton_launch.launch(
-            dual_query_kernel, (_tiles(tokens, config.BM), batch * heads), config,
+            dual_query_kernel, (ceil_div(tokens, config.BM), batch * heads), config,
             q, k, v, mixing, *angles, grad, out, den, delta, dq, pieces[0], *strides, *sides,
             RUN=run, QUERY_RUN=query_run, **constants,
         )  # fmt: skip
 
     def start_keys(config: DualConfig) -> None:
         triton_launch.launch(
-            dual_key_kernel, (_tiles(k.shape[1], config.BM), batch * heads), config,
+            dual_key_kernel, (ceil_div(k.shape[1], config.BM), batch * heads), config,
             q, k, v, mixing, *angles, grad, den, delta, dk, dv, *strides, *sides,
             QUERY_RUN=_run(query, config.BN), **constants,
         )  # fmt: skip
@@ -144,8 +140,7 @@ def dual_backward(
     for name, start in (("dual_query", start_queries), ("dual_key", start_keys)):
         if not _start(name, q, v.shape[-1], options, start):
             return None
-    pieces[0] = pieces[0].view(
-        batch, heads, query.num_blocks, -1, key.num_blocks, pieces[0].shape[-1] // key.num_blocks
-    )
+    runs = pieces[0].shape[-1] // key.num_blocks
+    pieces[0] = pieces[0].view(batch, heads, query.num_blocks, -1, key.num_blocks, runs)
     dmixing = pieces[0].sum(dim=(0, 3, 5) if mixing.ndim == 3 else (0, 1, 3, 5))
     return dq, dk, dv, dmixing

@@ -1,7 +1,8 @@
 """What the dual form's kernels share: tokens in block order, feature tiles, coefficients of a tile of token pairs.
 
-Tokens are visited block by block (`slot` = block * block size + place in the block), so the coefficient is the same over
-runs of slots. A head dim that is no power of two is held in two parts, 72 = 64 + 8 (padded to 16): BD, then TD channels.
+Tokens are visited block by block (`slot` = block * block size + place in the block), so the coefficient is the same
+over runs of slots. A head dim that is no power of two is held in two parts, 72 = 64 + 8 (padded to 16): BD, then TD
+channels.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The Triton path as `torch.library` custom operators, so that compile, export and autograd see opaque ops.
 
-`mhla_diffusion::mhla_forward` (states form) returns the output and the block states, `mhla_diffusion::mhla_dual` (dual
-form) the output and the denominators; the backward ops reuse them. The "official" denominator is computed in plain torch
-around the kernels: it serves weights trained with it, not speed.
+`mhla_diffusion::mhla_forward` (states form) returns the output and the block states, `mhla_diffusion::mhla_dual`
+(dual form) the output and the denominators; the backward ops reuse them. The "official" denominator is computed in
+plain torch around the kernels: it serves weights trained with it, not speed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def mhla_forward(
 
     The arguments from query_norm on are fused steps around the operator; they have no gradient here.
     """
-    from .triton_launch import Epilogue, mix, read_out, summarise
+    from .states_launch import Epilogue, mix, read_out, summarise
 
     query = _part_of(query_table, query_layout, q.shape[1], trusted)
     key = _part_of(key_table, key_layout, k.shape[1], trusted)
@@ -98,7 +98,7 @@ def _states_backward(
     grad, q, k, v, mixing, state, query: Partition, key: Partition, rope, key_rope,
     feature_eps: float, denominator_eps: float, divide: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    from .triton_launch import key_gradients, mix, mix_gradient, query_gradients
+    from .states_launch import key_gradients, mix, mix_gradient, query_gradients
 
     value_dim = v.shape[-1]
     dq, dmixed = query_gradients(
@@ -197,7 +197,7 @@ def mhla_dual_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v and mixing; through the states form where the dual form has no backward kernels."""
     from .dual_launch import dual_backward, has_dual_backward
-    from .triton_launch import summarise
+    from .states_launch import summarise
 
     query = _part_of(query_table, query_layout, q.shape[1], trusted)
     key = _part_of(key_table, key_layout, k.shape[1], trusted)

@@ -90,8 +90,8 @@ def pull_back_kernel(
 
     for tile in range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN)):
         token, real = tokens_at(
-            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size, num_tokens, G1, G2,
-            TABLE, WIDE,
+            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size,
+            num_tokens, G1, G2, TABLE, WIDE,
         )  # fmt: skip
         x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
         phi0 = features(x0, 1.0, 1.0, feature_eps, 0, D, 0, True)

@@ -1,9 +1,9 @@
 """Triton kernels of the states form, forward: block summaries from keys and values, and their read-out by queries.
 
 One program owns a block of tokens of one head, so nothing is accumulated by atomics and results are deterministic.
-A state row holds S (D x Dv), then z (D) when there is a denominator: `(B, H, rows, D * Dv [+ D])`. A head dim that is no
-power of two is held in two parts, 72 = 64 + 8 (padded to 16): channels 0 .. BD in x0, s00, s01, z0, BD .. BD + TD in x1,
-s10, s11, z1; values likewise by BV and TV. Without TV, programs may share the value channels, BV each.
+A state row holds S (D x Dv), then z (D) when there is a denominator: `(B, H, rows, D * Dv [+ D])`. A head dim that is
+no power of two is held in two parts, 72 = 64 + 8 (padded to 16): channels 0 .. BD in x0, s00, s01, z0, BD .. BD + TD in
+x1, s10, s11, z1; values likewise by BV and TV. Without TV, programs may share the value channels, BV each.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def summarise_kernel(
             s11 = tl.zeros((TD, TV), dtype=tl.float32)
     for tile in range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN)):
         token, real = tokens_at(
-            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size, num_tokens, G1, G2,
-            TABLE, WIDE,
+            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size,
+            num_tokens, G1, G2, TABLE, WIDE,
         )  # fmt: skip
         x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
         y0 = load_values(y_ptr, y_stride_n, token, real, value_low, 0, DV, BV, TV)
@@ -197,8 +197,8 @@ def read_out_kernel(
 
     for tile in range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN)):
         token, real = tokens_at(
-            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size, num_tokens, G1, G2,
-            TABLE, WIDE,
+            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size,
+            num_tokens, G1, G2, TABLE, WIDE,
         )  # fmt: skip
         x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
         if ROPE:

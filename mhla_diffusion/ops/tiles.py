@@ -1,9 +1,9 @@
 """What the Triton kernels share: which tokens a program owns, the feature map, the rotation, the dot products.
 
-Tokens of a block come from index arithmetic (a grid of up to three axes, balanced edges, even or ragged) or from a table.
-DOT says how dot products are taken, always with float32 accumulation: "bf16" for bfloat16 inputs, "tf32" for float16
-(its range never overflows), "ieee" for float32. Strides are passed in units of STEP: Triton takes 16-byte loads only where
-it sees the alignment, which it looks for in arguments divisible by 16, and a head of 72 channels is not.
+Tokens of a block come from index arithmetic (a grid of up to three axes, balanced edges, even or ragged) or from a
+table. DOT says how dot products are taken, always with float32 accumulation: "bf16" for bfloat16 inputs, "tf32" for
+float16 (its range never overflows), "ieee" for float32. Strides are passed in units of STEP: Triton takes 16-byte loads
+only where it sees the alignment, which it looks for in arguments divisible by 16, and a head of 72 channels is not.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def square_sum(x):
 def features(
     x, rstd, weight, feature_eps, LOW: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, ZERO: tl.constexpr
 ):
-    """phi of a tile in float32, of x * rstd * weight with NORM. ZERO: channels beyond D become 0 instead of feature_eps.
+    """phi of a tile in float32, of x * rstd * weight with NORM. ZERO: channels beyond D become 0, not feature_eps.
 
     Padding rows become feature_eps: whoever sums them has to mask.
     """

@@ -235,7 +235,7 @@ def _tile(length: int) -> int:
 
 
 def head_group(heads: int, head_bytes: int) -> int:
-    """Heads that run side by side: all of them share the angles in L2, fewer leave their states there for the next step."""
+    """Heads that run side by side: many share the angles in L2, few leave their states there for the next step."""
     fitting = [group for group in range(1, heads + 1) if heads % group == 0]
     fitting = [group for group in fitting if group * head_bytes <= 20 << 20 or group <= 4]
     return overridden("head_group", fitting[-1])
