@@ -61,6 +61,20 @@ def test_every_kernel_of_a_shape_can_be_called_alone(case):
         assert len(options) == len(set(options)) > 4
 
 
+@pytest.mark.filterwarnings("default:the MHLA kernels:UserWarning")
+def test_tuning_times_every_kernel_and_prints_the_best(tmp_path, capsys):
+    result = tune_operator.tune([TINY], tmp_path, CPU, torch.float32, repeats=1, workers=1, limit=1)
+    assert json.loads((tmp_path / "tune.json").read_text()) == json.loads(json.dumps(result))
+    kernels = tune_operator.kernels_of(TINY)
+    assert [row["kernel"] for row in result["kernels"]] == kernels and not result["failures"]
+    assert all(row["ms"] > 0 and row["difference"] <= 1e-5 for row in result["kernels"])
+    assert [row["choice"] for row in result["choices"]] == [{}, {"head_group": "1"}, {"head_group": "2"}]
+    assert len(result["lines"]) == len(kernels) and "tiny | mix: MixConfig(" in capsys.readouterr().out
+    assert (
+        tune_operator.tune([TINY], tmp_path, CPU, torch.float32, minutes=0, workers=1, limit=1)["lines"] == []
+    )
+
+
 def test_tuning_needs_a_gpu(capsys):
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
