@@ -46,8 +46,14 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(
             f"v has shape {tuple(v.shape)} but k {tuple(k.shape)}: only the last axis may differ"
         )
-    if 0 in q.shape or 0 in v.shape:
-        raise ValueError(f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: no axis may be empty")
+    if 0 in q.shape[1:] or 0 in v.shape[1:]:
+        raise ValueError(f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: only the batch may be empty")
+    if not torch.compiler.is_compiling() and any(
+        [torch._C._functorch.is_batchedtensor(x) for x in (q, k, v)]
+    ):
+        raise ValueError(
+            "mhla_attention inside torch.func.vmap: put the mapped axis into the batch axis of q, k and v"
+        )
 
 
 def _check_mixing(mixing: torch.Tensor, q: torch.Tensor, query: Partition, key: Partition) -> None:
@@ -224,7 +230,9 @@ def mhla_attention(
         raise ValueError(f"form={form!r}: choose one of {', '.join(FORMS)}")
 
     name, reason = choose_backend(backend, q.device, q.dtype, max(q.shape[-1], v.shape[-1]))
-    if backend == "auto" and name == "eager" and q.device.type == "cuda":
+    if q.shape[0] == 0 and name == "triton":
+        name = "eager"  # nothing to launch
+    if backend == "auto" and name == "eager" and q.device.type == "cuda" and q.shape[0]:
         _warn_once(f"mhla_attention takes the plain torch path on {q.device}: {reason}")
     core = {
         "rope": rope,

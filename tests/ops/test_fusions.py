@@ -183,3 +183,73 @@ def test_fused_steps_over_head_dims_in_two_parts(inputs):
     with triton_configs.override(**WIDE):
         check(tensors, options)
         check(tensors, {"gate": options["gate"], "gate_bias": GATE_BIAS}, normalizer="paper")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("dim", [32, 72, 128])
+@pytest.mark.parametrize("grid", [(6, 40), (7, 41)])
+def test_every_step_on_the_gpu(inputs, grid, dim, dtype):
+    tensors, options = inputs(grid, dim, dim, dtype=dtype)
+    check(tensors, options, 1e-2, grid=grid)
+    check(tensors, {"gate": options["gate"], "gate_bias": GATE_BIAS}, 1e-2, grid=grid, normalizer="paper")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("summary_dtype", [torch.bfloat16, torch.float32])
+def test_summaries_may_be_kept_in_either_dtype_on_the_gpu(make_call, summary_dtype):
+    call = make_call((21, 30), (3, 5), 64, dtype=torch.bfloat16, rope=True, summary_dtype=summary_dtype)
+    call.check(call.run("triton"), 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("as_table", [False, True])
+def test_offsets_beyond_32_bits_on_the_gpu(device, as_table):
+    tokens, heads, dim = 1 << 20, 16, 132
+    q = torch.zeros(1, tokens, heads, dim, device=device, dtype=torch.bfloat16)
+    q[:, -64:] = 1
+    where = {"grid": (1024, 1024), "block_grid": (8, 8)}
+    if as_table:
+        where = {"block_table": block_table(**where).to(device)}
+    mixing = torch.eye(64, device=device)
+    out = mhla_attention(q, q, q, mixing, **where, backend="triton", form="states")
+    assert out.numel() > 2**31
+    # The last block attends to itself: 64 tokens of ones among zeros, whose weight is feature_eps.
+    assert (out[:, -64:].float() - 1).abs().max() <= 1e-2 and (out[:, :64] == 0).all()
+
+
+@pytest.mark.gpu
+def test_two_backward_runs_are_bit_equal_on_the_gpu(make_call):
+    for form in ("states", "dual"):
+        call = make_call((32, 32), (4, 4), 72, dtype=torch.bfloat16, batch=8, heads=8)
+        first, second = call.run("triton", form=form), call.run("triton", form=form)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["states", "dual"])
+def test_a_cuda_graph_replays_the_same(make_call, form):
+    call = make_call((32, 32), (4, 4), 32, dtype=torch.bfloat16)
+    expected = mhla_attention(**call.tensors, **call.options, form=form)
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            mhla_attention(**call.tensors, **call.options, form=form)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = mhla_attention(**call.tensors, **call.options, form=form)
+        graph.replay()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
+def test_a_call_never_waits_for_the_device(make_call):
+    call = make_call((32, 32), (4, 4), 64, dtype=torch.bfloat16, rope=True, normalizer="none")
+    call.run("triton")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call.run("triton")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
