@@ -40,17 +40,19 @@ def dual_forward_kernel(
     BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, TABLE: tl.constexpr, KEY_TABLE: tl.constexpr,
     ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """out (B, N, H, Dv), den (B, H, slots), contiguous. Program (tile of queries, batch and head)."""
+    """out (B, N, H, Dv), den (B, H, slots), contiguous. Program (batch and head, tile of queries fastest)."""
     q_stride_b, q_stride_n, q_stride_h = q_stride_b * STEP, q_stride_n * STEP, q_stride_h * STEP
     k_stride_b, k_stride_n, k_stride_h = k_stride_b * STEP, k_stride_n * STEP, k_stride_h * STEP
     v_stride_b, v_stride_n, v_stride_h = v_stride_b * STEP, v_stride_n * STEP, v_stride_h * STEP
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
+    line = tl.program_id(0) // tl.cdiv(QM * QN, BM)
+    tile = tl.program_id(0) % tl.cdiv(QM * QN, BM)
+    batch = (line // heads).to(tl.int64)
+    head = (line % heads).to(tl.int64)
     q_ptr += batch * q_stride_b + head * q_stride_h
     k_ptr += batch * k_stride_b + head * k_stride_h
     v_ptr += batch * v_stride_b + head * v_stride_h
     m_ptr += head * m_stride_h
-    slot = tl.program_id(0) * BM + tl.arange(0, BM)
+    slot = tile * BM + tl.arange(0, BM)
     token, real, block = slot_tokens(
         slot, query_table_ptr, query_tokens, QM, QN,
         QG0, QG1, QG2, QB0, QB1, QB2, TABLE,
@@ -88,7 +90,7 @@ def dual_forward_kernel(
             out1 = dot(score, load_part(v_ptr, v_stride_n, key, key_real, BV, DV, TV), out1, DOT)
     if DIVIDE:
         den = tl.where(real, den + denominator_eps, 1.0)
-        tl.store(den_ptr + tl.program_id(1).to(tl.int64) * (QM * QN) + slot, den, mask=slot < QM * QN)
+        tl.store(den_ptr + line.to(tl.int64) * (QM * QN) + slot, den, mask=slot < QM * QN)
         out0 = out0 / den[:, None]
         if TV:
             out1 = out1 / den[:, None]
@@ -121,14 +123,16 @@ def dual_query_kernel(
         grad_stride_n * STEP,
         grad_stride_h * STEP,
     )
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
+    line = tl.program_id(0) // tl.cdiv(QM * QN, BM)
+    tile = tl.program_id(0) % tl.cdiv(QM * QN, BM)
+    batch = (line // heads).to(tl.int64)
+    head = (line % heads).to(tl.int64)
     q_ptr += batch * q_stride_b + head * q_stride_h
     k_ptr += batch * k_stride_b + head * k_stride_h
     v_ptr += batch * v_stride_b + head * v_stride_h
     grad_ptr += batch * grad_stride_b + head * grad_stride_h
     m_ptr += head * m_stride_h
-    first = tl.program_id(0) * BM
+    first = tile * BM
     slot = first + tl.arange(0, BM)
     token, real, block = slot_tokens(
         slot, m_ptr, query_tokens, QM, QN,
@@ -145,7 +149,7 @@ def dual_query_kernel(
     if TV:
         g1 = load_part(grad_ptr, grad_stride_n, token, real, BV, DV, TV).to(tl.float32)
     if DIVIDE:
-        rows = tl.program_id(1).to(tl.int64) * (QM * QN) + slot
+        rows = line.to(tl.int64) * (QM * QN) + slot
         inverse = 1.0 / tl.load(den_ptr + rows, mask=real, other=1.0)
         out_ptr += (batch * query_tokens * heads + head) * DV
         g0 = g0 * inverse[:, None]
@@ -162,7 +166,7 @@ def dual_query_kernel(
     runs = KM * KN // RUN
     query_runs = QM * QN // QUERY_RUN
     run = first // QUERY_RUN + tl.arange(0, BM // QUERY_RUN)
-    dm_ptr += tl.program_id(1).to(tl.int64) * query_runs * runs
+    dm_ptr += line.to(tl.int64) * query_runs * runs
     for start in range(0, KM * KN, BN):
         key, key_real, _ = slot_tokens(
             start + tl.arange(0, BN), m_ptr, key_tokens, KM, KN,
@@ -219,7 +223,7 @@ def dual_key_kernel(
     BM: tl.constexpr, BN: tl.constexpr, QUERY_RUN: tl.constexpr,
     ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """dk (B, Nk, H, D) and dv (B, Nk, H, Dv). Program (tile of BM keys, batch and head), BN queries at a time."""
+    """dk (B, Nk, H, D), dv (B, Nk, H, Dv). Program (batch and head, tile of BM keys fastest), BN queries at a time."""
     q_stride_b, q_stride_n, q_stride_h = q_stride_b * STEP, q_stride_n * STEP, q_stride_h * STEP
     k_stride_b, k_stride_n, k_stride_h = k_stride_b * STEP, k_stride_n * STEP, k_stride_h * STEP
     v_stride_b, v_stride_n, v_stride_h = v_stride_b * STEP, v_stride_n * STEP, v_stride_h * STEP
@@ -228,15 +232,17 @@ def dual_key_kernel(
         grad_stride_n * STEP,
         grad_stride_h * STEP,
     )
-    batch = (tl.program_id(1) // heads).to(tl.int64)
-    head = (tl.program_id(1) % heads).to(tl.int64)
+    line = tl.program_id(0) // tl.cdiv(KM * KN, BM)
+    tile = tl.program_id(0) % tl.cdiv(KM * KN, BM)
+    batch = (line // heads).to(tl.int64)
+    head = (line % heads).to(tl.int64)
     q_ptr += batch * q_stride_b + head * q_stride_h
     k_ptr += batch * k_stride_b + head * k_stride_h
     v_ptr += batch * v_stride_b + head * v_stride_h
     grad_ptr += batch * grad_stride_b + head * grad_stride_h
     m_ptr += head * m_stride_h
     key, key_real, block = slot_tokens(
-        tl.program_id(0) * BM + tl.arange(0, BM), m_ptr, key_tokens, KM, KN,
+        tile * BM + tl.arange(0, BM), m_ptr, key_tokens, KM, KN,
         KG0, KG1, KG2, KB0, KB1, KB2, False,
     )  # fmt: skip
     k0 = load_part(k_ptr, k_stride_n, key, key_real, 0, D, BD)
@@ -271,7 +277,7 @@ def dual_key_kernel(
         if TV:
             g1 = load_part(grad_ptr, grad_stride_n, token, real, BV, DV, TV)
         if DIVIDE:
-            rows = tl.program_id(1).to(tl.int64) * (QM * QN) + slot
+            rows = line.to(tl.int64) * (QM * QN) + slot
             inverse = 1.0 / tl.load(den_ptr + rows, mask=real, other=1.0)
             delta = tl.load(delta_ptr + rows, mask=real, other=0.0)
             g0 = g0.to(tl.float32) * inverse[:, None]

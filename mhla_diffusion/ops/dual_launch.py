@@ -76,7 +76,7 @@ def dual_forward(
         if query.layout is None or key.layout is None:
             config = config._replace(num_stages=1)  # a table is a load that the loop's other loads wait for
         triton_launch.launch(
-            dual_forward_kernel, (ceil_div(slots, config.BM), batch * heads), config,
+            dual_forward_kernel, (ceil_div(slots, config.BM) * batch * heads,), config,
             q, k, v, mixing, *tables, *angles, out, den, *strides,
             *_m_strides(mixing), heads, tokens, k.shape[1], feature_eps, denominator_eps,
             RUN=_run(key, config.BN), TABLE=query.layout is None, KEY_TABLE=key.layout is None,
@@ -124,14 +124,14 @@ def dual_backward(
         shape = (batch, heads, tokens // query_run, k.shape[1] // run)
         pieces[:] = [torch.empty(shape, dtype=torch.float32, device=q.device)]
         triton_launch.launch(
-            dual_query_kernel, (ceil_div(tokens, config.BM), batch * heads), config,
+            dual_query_kernel, (ceil_div(tokens, config.BM) * batch * heads,), config,
             q, k, v, mixing, *angles, grad, out, den, delta, dq, pieces[0], *strides, *sides,
             RUN=run, QUERY_RUN=query_run, **constants,
         )  # fmt: skip
 
     def start_keys(config: DualConfig) -> None:
         triton_launch.launch(
-            dual_key_kernel, (ceil_div(k.shape[1], config.BM), batch * heads), config,
+            dual_key_kernel, (ceil_div(k.shape[1], config.BM) * batch * heads,), config,
             q, k, v, mixing, *angles, grad, den, delta, dk, dv, *strides, *sides,
             QUERY_RUN=_run(query, config.BN), **constants,
         )  # fmt: skip

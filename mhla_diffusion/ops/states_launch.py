@@ -168,8 +168,9 @@ def read_out(
         )  # fmt: skip
         return after(out).to(out_dtype)
     out = new_rows(part, (batch, tokens, heads, value_dim), out_dtype, x.device)
-    blocks = _Blocks(part, x, heads * value_dim, whole_state=state.shape[-1] * state.element_size())
     gate, local = (x if y is None else unit_stride(y) for y in (after.gate, after.local))
+    row_bytes = state.shape[-1] * state.element_size()
+    blocks = _Blocks(part, x, heads * value_dim, gate.stride(1), local.stride(1), whole_state=row_bytes)
     rstd, norm_weight, norm_eps, kind = _norm(norm, x)
     out_weight = x if after.norm_weight is None else after.norm_weight.contiguous()
     angles = _rope(rope, x)
@@ -233,7 +234,7 @@ def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: 
     def start(config: MixConfig) -> None:
         spread = _spread(matrix, columns, config, split)
         part = spread.numel() // (1 + split)
-        grid = (ceil_div(rows, config.BM) * ceil_div(size, config.BP), batch * heads)
+        grid = (ceil_div(rows, config.BM) * ceil_div(size, config.BP) * batch * heads,)
         triton_launch.launch(
             mix_kernel, grid, config, spread, states, mixed,
             part // heads if matrix.ndim == 3 else 0, part, heads, rows, columns,
@@ -264,7 +265,7 @@ def mix_gradient(
     def start(config: MixConfig) -> None:
         tiles = ceil_div(left_rows, config.BM) * ceil_div(right_rows, config.BP)
         triton_launch.launch(
-            mix_gradient_kernel, (tiles, batch * heads * parts), config, left, right, out,
+            mix_gradient_kernel, (tiles * batch * heads * parts,), config, left, right, out,
             left_rows, right_rows, parts, SIZE=size, RUN=max(run, config.BN), DOT=kind,
         )  # fmt: skip
 
@@ -293,8 +294,9 @@ def _pull_back(
 
     def start(config: Config) -> None:
         whole = _value_tiles(value_dim, config) == 1
-        # Accumulating the states' gradient beside the denominator's takes more registers than there are.
-        fused = whole and (keys or not mass or max(dim, value_dim) <= 32)
+        # Accumulating the states' gradient beside a denominator's, or in four parts, takes too many registers.
+        simple = not mass and head_parts(dim)[1] == head_parts(value_dim)[1] == 0
+        fused = whole and (keys or simple or max(dim, value_dim) <= 32)
         own = scale = weight = x
         results[1:] = None, None
         if fused and keys:

@@ -48,14 +48,15 @@ def mix_kernel(
 ):  # fmt: skip
     """out (B, H, rows, SIZE) = m (rows, columns) states (B, H, columns, SIZE), m as `spread_kernel` leaves it.
 
-    Program (row tile fastest, tile of the state; batch and head). low_part: where m's low parts begin.
+    Program (batch and head, tile of the state, row tile fastest). low_part: where m's low parts begin.
     """
     tiles = tl.cdiv(rows, BM)
-    line = tl.program_id(1)
+    line = tl.program_id(0) // (tiles * tl.cdiv(SIZE, BP))
+    tile = tl.program_id(0) % (tiles * tl.cdiv(SIZE, BP))
     if REVERSE:
-        line = tl.num_programs(1) - 1 - line
-    row = tl.program_id(0) % tiles * BM + tl.arange(0, BM)
-    place = tl.program_id(0) // tiles * BP + tl.arange(0, BP)
+        line = tl.num_programs(0) // (tiles * tl.cdiv(SIZE, BP)) - 1 - line
+    row = tile % tiles * BM + tl.arange(0, BM)
+    place = tile // tiles * BP + tl.arange(0, BP)
     m_ptr += line % heads * stride_h
     state_ptr += line.to(tl.int64) * columns * SIZE
     out_ptr += line.to(tl.int64) * rows * SIZE
@@ -88,13 +89,15 @@ def mix_gradient_kernel(
 ):  # fmt: skip
     """out (B * H, parts, left_rows, right_rows) float32: left (.., left_rows, SIZE) right^T, summed over runs of RUN.
 
-    Program (right tile fastest, left tile; batch, head and part). The parts are added up afterwards, in a fixed order.
+    Program (batch, head and part; left tile; right tile fastest). The parts are added up afterwards, in a fixed order.
     """
     tiles = tl.cdiv(right_rows, BP)
-    line = (tl.program_id(1) // parts).to(tl.int64)
-    low = tl.program_id(1) % parts * RUN
-    row = tl.program_id(0) // tiles * BM + tl.arange(0, BM)
-    column = tl.program_id(0) % tiles * BP + tl.arange(0, BP)
+    piece = tl.program_id(0) // (tiles * tl.cdiv(left_rows, BM))
+    tile = tl.program_id(0) % (tiles * tl.cdiv(left_rows, BM))
+    line = (piece // parts).to(tl.int64)
+    low = piece % parts * RUN
+    row = tile // tiles * BM + tl.arange(0, BM)
+    column = tile % tiles * BP + tl.arange(0, BP)
     left_ptr += line * left_rows * SIZE
     right_ptr += line * right_rows * SIZE
     total = tl.zeros((BM, BP), dtype=tl.float32)
@@ -114,7 +117,7 @@ def mix_gradient_kernel(
             total = tl.dot(left, tl.trans(right), total)
         else:
             total = tl.dot(left.to(tl.float32), tl.trans(right.to(tl.float32)), total, input_precision=DOT)
-    out_ptr += tl.program_id(1).to(tl.int64) * left_rows * right_rows
+    out_ptr += piece.to(tl.int64) * left_rows * right_rows
     tl.store(
         out_ptr + row[:, None] * right_rows + column[None, :],
         total,

@@ -7,6 +7,7 @@ from mhla_diffusion.mixing import initial_mixing
 from mhla_diffusion.ops import mhla_attention, triton_configs
 from mhla_diffusion.ops.dispatch import dual_obstacle, form_costs
 from mhla_diffusion.ops.partition import grid_partition
+from mhla_diffusion.ops.registration import mhla_dual, mhla_dual_backward, mhla_forward
 
 
 @pytest.fixture(autouse=True)
@@ -149,3 +150,44 @@ def test_both_forms_on_the_gpu(make_call, grid, block_grid, dim, dtype):
     call = make_call(grid, block_grid, dim, dtype=dtype)
     for form in ("dual", "states"):
         call.check(call.run("triton", form=form), 1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("grid", [(5,), (16,)])
+def test_opcheck(device, grid):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, *grid, 2, 8, generator=generator).to(device).requires_grad_() for _ in range(3))
+    mixing = initial_mixing((2,)).to(device).requires_grad_()
+    layout = grid_partition(grid, (2,), grid[0], device).layout
+    turns, options = (None,) * 4, (1e-6, 0.0, True, True, torch.float32, layout, layout, torch.float32)
+    arguments = (q, k, v, mixing, None, None, *turns, *options)
+    torch.library.opcheck(mhla_dual, arguments)
+    out, den = mhla_dual(*arguments)
+    tensors = [x.detach() for x in (torch.ones_like(out), q, k, v, mixing, out, den)]
+    torch.library.opcheck(mhla_dual_backward, (*tensors, None, None, *turns, *options[:4], *options[5:]))
+
+
+def test_opcheck_of_the_fused_steps(device):
+    q, k, v, gate = torch.randn(4, 1, 5, 2, 8, generator=torch.Generator().manual_seed(0)).to(device)
+    layout = grid_partition((5,), (2,), 5, device).layout
+    mixing = initial_mixing((2,)).to(device)
+    arguments = (
+        q,
+        k,
+        v,
+        mixing,
+        None,
+        None,
+        *(None,) * 4,
+        1e-6,
+        0.0,
+        True,
+        True,
+        torch.float32,
+        layout,
+        layout,
+    )
+    fused = {
+        "query_norm": torch.ones(2, 8, device=device), "key_norm": torch.ones(8, device=device), "gate": gate,
+        "gate_bias": 1.0, "norm_weight": torch.ones(8, device=device),
+    }  # fmt: skip
+    torch.library.opcheck(mhla_forward, arguments, fused)
