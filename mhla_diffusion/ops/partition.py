@@ -85,9 +85,9 @@ def grid_partition(
 
 
 @functools.lru_cache(maxsize=256)
-def layout_partition(layout: tuple[int, ...], num_tokens: int) -> Partition:
+def layout_partition(layout: tuple[int, ...]) -> Partition:
     """The partition that a `Partition.layout` stands for, without its table."""
-    return grid_partition(layout[:3], layout[3:], num_tokens, None)
+    return grid_partition(layout[:3], layout[3:], math.prod(layout[:3]), None)
 
 
 def table_partition(name: str, table: torch.Tensor, num_tokens: int, device: torch.device) -> Partition:

@@ -22,7 +22,7 @@ __all__ = ["mhla_backward", "mhla_dual", "mhla_dual_backward", "mhla_forward", "
 
 def _part_of(table: Tensor | None, layout: Sequence[int] | None, tokens: int, trusted: bool) -> Partition:
     if layout is not None:
-        return layout_partition(tuple(layout), tokens)
+        return layout_partition(tuple([int(size) for size in layout]))
     blocks, size = table.shape
     return Partition(table, blocks, size, tokens, None, None, table.numel() == tokens, trusted)
 
