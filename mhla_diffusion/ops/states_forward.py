@@ -64,13 +64,18 @@ def summarise_kernel(
     weight0 = norm_weight_of(weight_ptr, head, 0, D, BD, NORM)
     weight1 = norm_weight_of(weight_ptr, head, BD, D, TD, NORM)
 
+    # A spare value channel takes z for nothing: its "value" is every token's weight. Else z is summed beside.
+    COUNT: tl.constexpr = MASS and TV > 0 and not ROPE and BV + TV > DV
+    BESIDE: tl.constexpr = MASS and not COUNT
     s00 = tl.zeros((BD, BV), dtype=tl.float32)
-    z0 = tl.zeros((BN, BD), dtype=tl.float32)  # summed over its rows at the end, once
+    if BESIDE:
+        z0 = tl.zeros((BN, BD), dtype=tl.float32)  # summed over its rows at the end, once
     if TV:
         s01 = tl.zeros((BD, TV), dtype=tl.float32)
     if TD:
         s10 = tl.zeros((TD, BV), dtype=tl.float32)
-        z1 = tl.zeros((BN, TD), dtype=tl.float32)
+        if BESIDE:
+            z1 = tl.zeros((BN, TD), dtype=tl.float32)
         if TV:
             s11 = tl.zeros((TD, TV), dtype=tl.float32)
     for tile in range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN)):
@@ -95,6 +100,8 @@ def summarise_kernel(
         row_weight = tl.where(real, 1.0, 0.0)
         if ROWS and MASS:
             row_weight = tl.load(mass_weight_ptr + rows, mask=real, other=0.0)
+        if COUNT:
+            y1 = tl.where(spare_channel(DV, BV, TV)[None, :], row_weight[:, None], y1.to(tl.float32))
         rstd = tl.load(rstd_ptr + token, mask=real, other=0.0) if NORM == 1 else 1.0
         if NORM == 2:
             rstd = square_sum(x0)
@@ -107,7 +114,7 @@ def summarise_kernel(
         s00 = dot(tl.trans(turned0), y0, s00, DOT)
         if TV:
             s01 = dot(tl.trans(turned0), y1, s01, DOT)
-        if MASS:
+        if BESIDE:
             # Numerator and denominator from the same rounded features: equal values then cancel exactly.
             phi0 = phi0 if ROPE else turned0.to(tl.float32)
             z0 += phi0 * row_weight[:, None]
@@ -121,7 +128,7 @@ def summarise_kernel(
             s10 = dot(tl.trans(turned1), y0, s10, DOT)
             if TV:
                 s11 = dot(tl.trans(turned1), y1, s11, DOT)
-            if MASS:
+            if BESIDE:
                 phi1 = phi1 if ROPE else turned1.to(tl.float32)
                 z1 += phi1 * row_weight[:, None]
 
@@ -135,9 +142,9 @@ def summarise_kernel(
             store_state(state_ptr, s11, BD, BV, D, DV, TD, TV)
     if MASS:
         if tl.program_id(1) == 0:
-            store_mass(state_ptr, tl.sum(z0, axis=0), 0, D, DV, BD)
+            store_mass(state_ptr, tl.sum(z0, axis=0) if BESIDE else spare(s01, DV, BV, TV), 0, D, DV, BD)
             if TD:
-                store_mass(state_ptr, tl.sum(z1, axis=0), BD, D, DV, TD)
+                store_mass(state_ptr, tl.sum(z1, axis=0) if BESIDE else spare(s11, DV, BV, TV), BD, D, DV, TD)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SIZES)
@@ -190,10 +197,16 @@ def read_out_kernel(
         s10 = load_state(state_ptr, BD, value_low, D, DV, TD, BV)
         if TV:
             s11 = load_state(state_ptr, BD, BV, D, DV, TD, TV)
+    COUNT: tl.constexpr = DIVIDE and TV > 0 and not ROPE and BV + TV > DV
     if DIVIDE:
         z0 = load_mass(state_ptr, 0, D, DV, BD)
         if TD:
             z1 = load_mass(state_ptr, BD, D, DV, TD)
+    if COUNT:  # the spare value channel's output is then the denominator
+        kind = state_ptr.dtype.element_ty
+        s01 = tl.where(spare_channel(DV, BV, TV)[None, :], z0.to(kind)[:, None], s01)
+        if TD:
+            s11 = tl.where(spare_channel(DV, BV, TV)[None, :], z1.to(kind)[:, None], s11)
 
     for tile in range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN)):
         token, real = tokens_at(
@@ -217,7 +230,7 @@ def read_out_kernel(
         out0 = dot(turned0, s00, tl.zeros((BN, BV), dtype=tl.float32), DOT)
         if TV:
             out1 = dot(turned0, s01, tl.zeros((BN, TV), dtype=tl.float32), DOT)
-        if DIVIDE:
+        if DIVIDE and not COUNT:
             phi0 = phi0 if ROPE else turned0.to(tl.float32)
             den = tl.sum(phi0 * z0[None, :], axis=1) + denominator_eps
         if TD:
@@ -230,17 +243,21 @@ def read_out_kernel(
             out0 = dot(turned1, s10, out0, DOT)
             if TV:
                 out1 = dot(turned1, s11, out1, DOT)
-            if DIVIDE:
+            if DIVIDE and not COUNT:
                 phi1 = phi1 if ROPE else turned1.to(tl.float32)
                 den += tl.sum(phi1 * z1[None, :], axis=1)
         if DIVIDE:
+            if COUNT:
+                den = spare(out1, DV, BV, TV) + denominator_eps
             out0 = out0 / den[:, None]
             if TV:
                 out1 = out1 / den[:, None]
         if OUT_NORM:
             scale = square_sum(out0)
             if TV:
-                scale += square_sum(out1)
+                scale += square_sum(
+                    tl.where(spare_channel(DV, BV, TV)[None, :], 0.0, out1) if COUNT else out1
+                )
             scale = tl.rsqrt(scale / DV + out_norm_eps)
             out0 = out0 * scale[:, None] * channel_weight(out_weight_ptr, 0, DV, BV)[None, :]
             if TV:
@@ -261,6 +278,16 @@ def read_out_kernel(
         store_values(out0, out_ptr, heads * DV, token, real, value_low, 0, DV, BV, TV)
         if TV:
             store_part(out1, out_ptr, heads * DV, token, real, BV, DV, TV)
+
+
+@triton.jit
+def spare_channel(DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr):
+    return BV + tl.arange(0, TV) == DV
+
+
+@triton.jit
+def spare(part, DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr):
+    return tl.sum(tl.where(spare_channel(DV, BV, TV)[None, :], part, 0.0), axis=1)
 
 
 @triton.jit

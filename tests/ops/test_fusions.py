@@ -253,3 +253,9 @@ def test_a_call_never_waits_for_the_device(make_call):
         call.run("triton")
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_an_output_norm_beside_the_spare_channel(inputs):
+    tensors, options = inputs(dim=72, value_dim=72)
+    with triton_configs.override(**WIDE):
+        check(tensors, {name: options[name] for name in ("norm_weight", "local")}, normalizer="paper")
