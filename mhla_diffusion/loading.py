@@ -4,11 +4,10 @@ Everything is checked before torch or Diffusers is imported, so what is missing 
 """
 
 import importlib
-import json
 import os
 from pathlib import Path
 
-from .weights import DEFAULT_PIPELINE, find_pipeline, known_pipelines
+from .weights import DEFAULT_PIPELINE, find_pipeline, known_pipelines, read_json
 
 # Our pipeline and model classes by name, and the module of each.
 OUR_PIPELINES = {"MHLASanaPipeline": "mhla_diffusion.pipelines.sana"}
@@ -47,7 +46,29 @@ def load_pipeline(name: str | os.PathLike = DEFAULT_PIPELINE, *, hub: bool = Fal
         if name.count("/") != 1:
             raise ValueError(f"{error}; the Hub takes names like owner/name only") from None
         return load_from_hub(name, kwargs)
-    return class_named(check_models(folder), folder).from_pretrained(folder, **kwargs)
+    return load_whole(class_named(check_models(folder), folder), folder, kwargs)
+
+
+def load_whole(cls: type, folder: Path, kwargs: dict):
+    """The pipeline in `folder`; ValueError when weights and configs in it do not belong together."""
+    again = "its files do not belong together, copy the pipeline folder again"
+    try:
+        pipe = cls.from_pretrained(folder, **kwargs)
+    except (OSError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder} cannot be loaded ({reason}): {again}") from error
+    if kwargs.get("device_map") is None:  # with one, weights may lie on the disk on purpose
+        for part, module in pipe.components.items():
+            lost = [name for name, x in named_parameters(module) if x.is_meta]
+            if lost:
+                raise ValueError(
+                    f"{folder / part} lacks {len(lost)} weights, the first is {lost[0]}: {again}"
+                )
+    return pipe
+
+
+def named_parameters(component):
+    return component.named_parameters() if hasattr(component, "named_parameters") else ()
 
 
 def load_from_hub(name: str, kwargs: dict):
@@ -107,7 +128,7 @@ def check_models(folder: Path) -> str | None:
 
     A stock class would load such weights, drop every mixing matrix with a log line, and draw wrong pictures.
     """
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    index = read_json(folder / "model_index.json")
     for part, value in index.items():
         if not isinstance(value, list) or len(value) != 2:
             continue
@@ -120,7 +141,7 @@ def check_models(folder: Path) -> str | None:
         config = folder / part / "config.json"
         if name in OUR_MODELS or not config.is_file():
             continue
-        settings = json.loads(config.read_text(encoding="utf-8"))
+        settings = read_json(config)
         if settings.get("_class_name") in OUR_MODELS or any(key.startswith("mhla_") for key in settings):
             ours = settings["_class_name"] if settings.get("_class_name") in OUR_MODELS else "MHLA..."
             raise ValueError(

@@ -80,21 +80,60 @@ def find_pipeline(name: str | os.PathLike) -> Path:
 
 
 def check_pipeline(folder: Path) -> None:
-    """Raise ValueError if a component of the pipeline is missing or a weight file is not whole."""
-    index = folder / "model_index.json"
-    try:
-        components = json.loads(index.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{index} is not valid JSON ({error}): copy the pipeline folder again") from None
+    """Raise ValueError if a component of the pipeline lacks a file or a weight file is not whole."""
+    components = read_json(folder / "model_index.json")
     for name, value in components.items():
         is_component = isinstance(value, list) and len(value) == 2 and not name.startswith("_")
-        if is_component and value[1] and isinstance(value[1], str) and not (folder / name).is_dir():
-            raise ValueError(
-                f"{folder} lacks the component folder {name}/ that model_index.json names: "
-                "copy the pipeline folder again"
-            )
+        if is_component and value[1] and isinstance(value[1], str):
+            lacking = what_is_lacking(folder / name, value[1])
+            if lacking:
+                raise ValueError(
+                    f"{folder} lacks {lacking} that model_index.json names: copy the pipeline folder again"
+                )
     for path in sorted(folder.rglob("*.safetensors")):
         check_safetensors(path)
+
+
+# One of them holds the vocabulary; without any, transformers builds an empty tokenizer and says nothing.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "*.spm", "*.model")
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def what_is_lacking(part: Path, class_name: str) -> str | None:
+    """What the folder of one component lacks, as the words of an error message; None when it has all."""
+    if not part.is_dir():
+        return f"the component folder {part.name}/"
+    if "Tokenizer" in class_name:
+        if not any(any(part.glob(pattern)) for pattern in VOCABULARIES):
+            return f"the vocabulary (tokenizer.json) in the component {part.name}/"
+        return None
+    if class_name.endswith("Scheduler"):
+        if not (part / "scheduler_config.json").is_file():
+            return f"the scheduler_config.json in the component {part.name}/"
+        return None
+    weighed = any(any(part.glob(pattern)) for pattern in WEIGHTS)
+    if (part / "config.json").is_file():
+        read_json(part / "config.json")
+        if not weighed:
+            return f"the weights (.safetensors) in the component {part.name}/"
+    elif weighed:
+        return f"the config.json in the component {part.name}/"
+    for listing in part.glob("*.safetensors.index.json"):
+        for shard in sorted(set(read_json(listing).get("weight_map", {}).values())):
+            if not (part / shard).is_file():
+                return f"the weights {shard} in the component {part.name}/"
+    return None
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file of a pipeline. Raises ValueError, naming the file, when there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): copy the pipeline folder again") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object: copy the pipeline folder again")
+    return value
 
 
 def check_safetensors(path: Path) -> None:

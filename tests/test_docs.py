@@ -64,6 +64,13 @@ def test_a_python_block_runs(block, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_programs_that_are_named_exist(page):
+    named = re.findall(r"`([\w/-]+\.py)`", page.read_text(encoding="utf-8"))
+    places = (ROOT, page.parent, ROOT / "mhla_diffusion" / "training")
+    assert [name for name in named if not any((place / name).is_file() for place in places)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_to_files(page):
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     local = [target for target in targets if not re.match(r"[a-z]+:", target)]

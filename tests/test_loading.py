@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from diffusers import SanaPipeline
+from safetensors.torch import load_file, save_file
 from tiny_sana import components, generator, stock_pipeline, stock_transformer
 
 from mhla_diffusion.loading import load_pipeline
@@ -110,6 +111,36 @@ def test_a_file_cut_short_is_named(copy):
 def test_a_missing_component_is_named(copy):
     shutil.rmtree(copy / "vae")
     assert "lacks the component folder vae/" in refused(copy)
+
+
+@pytest.mark.parametrize(
+    ("file", "named"),
+    [
+        ("transformer/diffusion_pytorch_model.safetensors", "the weights (.safetensors)"),
+        ("text_encoder/config.json", "the config.json"),
+        ("scheduler/scheduler_config.json", "the scheduler_config.json"),
+        ("tokenizer/tokenizer.json", "the vocabulary (tokenizer.json)"),
+    ],
+)
+def test_a_missing_file_is_named(copy, file, named):
+    """Without its vocabulary, transformers would build an empty tokenizer, and every picture would be wrong."""
+    (copy / file).unlink()
+    assert f"lacks {named} in the component {file.split('/')[0]}/" in refused(copy)
+
+
+def test_weights_that_do_not_fit_their_config_are_refused(copy):
+    config = copy / "text_encoder" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 7}))
+    assert f"{copy} cannot be loaded" in refused(copy)
+
+
+def test_a_weight_that_is_lacking_is_named(copy):
+    path = copy / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    lost = sorted(weights)[0]
+    del weights[lost]
+    save_file(weights, path)
+    assert f"lacks 1 weights, the first is {lost}" in refused(copy)
 
 
 def edit_index(folder, **changes) -> None:

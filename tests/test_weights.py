@@ -1,4 +1,5 @@
 import json
+import shutil
 import sys
 
 import pytest
@@ -28,6 +29,7 @@ def make_pipeline(folder):
         "extra": [None, None],
     }
     (folder / "model_index.json").write_text(json.dumps(index))
+    (folder / "transformer" / "config.json").write_text("{}")
     save_file({"a": torch.arange(6.0), "b": torch.zeros(0)}, folder / "transformer" / "model.safetensors")
     return folder
 
@@ -54,6 +56,26 @@ def test_an_installed_package_is_searched(tmp_path, monkeypatch):
     assert known_pipelines()["toy"] == tmp_path / "toy_weights_package"
 
 
+@pytest.mark.parametrize(
+    ("content", "named"), [("{", "not valid JSON"), ("[]", "no JSON object"), ("", "not valid JSON")]
+)
+@pytest.mark.parametrize("file", ["model_index.json", "transformer/config.json"])
+def test_a_broken_json_file_is_named(tmp_path, file, content, named):
+    folder = make_pipeline(tmp_path / "toy")
+    (folder / file).write_text(content)
+    with pytest.raises(ValueError, match=named) as error:
+        find_pipeline(folder)
+    assert str(folder / file) in str(error.value)
+
+
+def test_a_shard_that_is_not_there_is_named(tmp_path):
+    folder = make_pipeline(tmp_path / "toy")
+    listing = {"weight_map": {"a": "model.safetensors", "c": "model-00002-of-00002.safetensors"}}
+    (folder / "transformer" / "model.safetensors.index.json").write_text(json.dumps(listing))
+    with pytest.raises(ValueError, match="lacks the weights model-00002-of-00002.safetensors"):
+        find_pipeline(folder)
+
+
 def test_an_unknown_pipeline_names_every_place_and_what_to_type(tmp_path, monkeypatch):
     monkeypatch.setenv("MHLA_WEIGHTS", str(tmp_path))
     with pytest.raises(ValueError) as error:
@@ -74,8 +96,7 @@ def test_a_folder_that_is_no_pipeline_is_named_for_what_it_is(tmp_path):
 
 def test_a_missing_component_is_named(tmp_path):
     folder = make_pipeline(tmp_path / "toy")
-    (folder / "transformer" / "model.safetensors").unlink()
-    (folder / "transformer").rmdir()
+    shutil.rmtree(folder / "transformer")
     with pytest.raises(ValueError, match="lacks the component folder transformer/"):
         find_pipeline(folder)
 

@@ -16,14 +16,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", help="TOML recipe; train/README.md lists every setting")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE",
-                        help="replace one setting of the recipe; may be given several times")  # fmt: skip
-    parser.add_argument("--resume", default="none", metavar="auto|none|FOLDER",
+    parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[],
+                        metavar="SECTION.KEY=VALUE", help="replace settings of the recipe")  # fmt: skip
+    parser.add_argument("--resume", default="auto", metavar="auto|none|FOLDER",
                         help="auto: go on from the newest checkpoint in the output folder, if any")  # fmt: skip
     args = parser.parse_args()
     try:
         run(args.recipe, args.overrides, args.resume)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -14,6 +14,7 @@ from mhla_diffusion.pipelines.pictures import contact_sheet, read_settings, save
 from mhla_diffusion.pipelines.requests import (
     Request,
     check_numbers,
+    check_prompts,
     check_writable,
     match_seeds,
 )
@@ -47,7 +48,7 @@ def generate(
     prompts: Sequence[str],
     *,
     pipeline: str | os.PathLike = DEFAULT_PIPELINE,
-    seeds: Sequence[int] = (0,),
+    seeds: int | Sequence[int] = (0,),
     steps: int | None = None,
     guidance: float | None = None,
     height: int | None = None,
@@ -71,8 +72,7 @@ def generate(
     """
     out = Path(out)
     check_numbers(steps, guidance, batch_size)
-    if not any(prompt.strip() for prompt in prompts):
-        raise ValueError('no prompt given: for example mhla generate "a 3D emoji of a red apple"')
+    check_prompts(prompts)
     seeds = match_seeds(seeds, len(prompts))
     check_writable(out, "--out")
     if sheet is not None:

@@ -132,6 +132,8 @@ def choose_device(device: str) -> torch.device:
         chosen = torch.device(device)
     except RuntimeError:
         raise ValueError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:0") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r} is not one that pictures are drawn on: give auto, cpu or cuda")
     count = torch.cuda.device_count()
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
         raise ValueError(f"device {device} is not there ({count} CUDA devices): give --device cpu or auto")

@@ -2,7 +2,9 @@
 
 import json
 import math
+import numbers
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +60,8 @@ def read_prompts(path: str | os.PathLike) -> list[str]:
         ) from None
     except OSError as error:
         raise ValueError(f"cannot read the prompt file {path} ({error.strerror}): give a text file") from None
-    lines = prompts_of_json(text, path) if Path(path).suffix == ".json" else text.splitlines()
+    # Not splitlines(), which also cuts at a form feed or at Unicode's line separators inside a prompt.
+    lines = prompts_of_json(text, path) if Path(path).suffix == ".json" else text.split("\n")
     prompts = [line.strip() for line in lines]
     while prompts and not prompts[-1]:
         prompts.pop()
@@ -83,7 +86,11 @@ def prompts_of_json(text: str, path: str | os.PathLike) -> list[str]:
 
 def match_seeds(seeds: Sequence[int], count: int) -> list[int]:
     """One seed per prompt: a single one serves all, otherwise there are as many as prompts."""
+    if isinstance(seeds, numbers.Integral):
+        seeds = [seeds]
     for seed in seeds:
+        if not is_whole(seed):
+            raise ValueError(f"seed {seed!r} is no whole number: give a number from 0 to {MAX_SEED}")
         if not 0 <= seed <= MAX_SEED:
             raise ValueError(f"seed {seed} is out of range: give a number from 0 to {MAX_SEED}")
     if len(seeds) == 1:
@@ -96,36 +103,56 @@ def match_seeds(seeds: Sequence[int], count: int) -> list[int]:
     return list(seeds)
 
 
+def is_whole(value) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def check_prompts(prompts: Sequence[str]) -> None:
+    """Raise ValueError unless `prompts` is a list of strings, one of which is not empty."""
+    if isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError(f"prompts is {prompts!r}: give a list of strings, one for each picture")
+    if not any(prompt.strip() for prompt in prompts):
+        raise ValueError('no prompt given: for example mhla generate "a 3D emoji of a red apple"')
+
+
 def check_writable(path: Path, option: str) -> None:
-    """Raise ValueError unless something can be written into the folder `path`; makes nothing."""
+    """Raise ValueError unless something can be written into the folder `path`; leaves nothing there."""
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not existing.is_dir():
         raise ValueError(f"cannot write into {path}: {existing} is a file; give another folder with {option}")
-    if not os.access(existing, os.W_OK | os.X_OK):
+    try:
+        # Permission bits do not tell root, a full disk, or a file system that takes no files.
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
         raise ValueError(
-            f"cannot write into {path}: {existing} is read-only; give another folder with {option}"
-        )
+            f"cannot write into {path}: {existing} takes no files ({error.strerror}); "
+            f"give another folder with {option}"
+        ) from None
 
 
 def check_numbers(steps: int | None, guidance: float | None, batch_size: int) -> None:
     """Raise ValueError for numbers that no pipeline can use."""
-    if steps is not None and steps < 1:
-        raise ValueError(f"steps is {steps}: give a whole number of at least 1, for example --steps 20")
-    if guidance is not None and not (math.isfinite(guidance) and guidance >= 0):
+    if steps is not None and not (is_whole(steps) and steps >= 1):
+        raise ValueError(f"steps is {steps!r}: give a whole number of at least 1, for example --steps 20")
+    number = isinstance(guidance, numbers.Real) and math.isfinite(guidance) and guidance >= 0
+    if guidance is not None and not number:
         raise ValueError(
-            f"guidance is {guidance}: give a finite number of at least 0, for example --guidance 4.5"
+            f"guidance is {guidance!r}: give a finite number of at least 0, for example --guidance 4.5"
         )
-    if batch_size < 1:
+    if not (is_whole(batch_size) and batch_size >= 1):
         raise ValueError(
-            f"batch size is {batch_size}: give a whole number of at least 1, for example --batch-size 4"
+            f"batch size is {batch_size!r}: give a whole number of at least 1, for example --batch-size 4"
         )
 
 
 def check_size(height: int | None, width: int | None, multiple: int) -> None:
     """Raise ValueError, naming the nearest sizes, unless both sides are multiples of `multiple` pixels."""
     for name, value in (("height", height), ("width", width)):
-        if value is None or (value > 0 and value % multiple == 0):
+        if value is None or (is_whole(value) and value > 0 and value % multiple == 0):
             continue
+        if not is_whole(value):
+            raise ValueError(f"{name} is {value!r}: give whole pixels, a multiple of {multiple}")
         below = max(value // multiple, 1) * multiple
         near = f"{below}" if value <= multiple else f"{below} or {below + multiple}"
         raise ValueError(

@@ -44,7 +44,8 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     for stale in target.parent.glob(f"{_TEMPORARY}{target.name}-*"):
         owner = stale.name.rpartition("-")[2]
-        if not owner.isdigit() or not psutil.pid_exists(int(owner)):  # its process was killed
+        # Left by a killed process, or by one with our own number: in a container each run may have the same.
+        if not owner.isdigit() or int(owner) == os.getpid() or not psutil.pid_exists(int(owner)):
             shutil.rmtree(stale, ignore_errors=True)
     temporary = target.parent / f"{_TEMPORARY}{target.name}-{os.getpid()}"
     temporary.mkdir()

@@ -282,9 +282,7 @@ class _Training(Session):
             shutil.rmtree(stale)
         metrics = self.out / "metrics.jsonl"
         if metrics.is_file():
-            lines = [
-                line for line in metrics.read_text().splitlines() if json.loads(line)["step"] <= self.start
-            ]
+            lines = [line for line in metrics.read_text().splitlines() if step_of(line) <= self.start]
             temporary = metrics.with_suffix(".tmp")
             temporary.write_text("".join(line + "\n" for line in lines))
             os.replace(temporary, metrics)
@@ -301,3 +299,11 @@ class _Training(Session):
             "pictures": sum(self.feed.order.bucket_sizes),
         }
         (self.out / "run.json").write_text(json.dumps(facts, indent=1))
+
+
+def step_of(line: str) -> float:
+    """The step that a line of metrics.jsonl is about; infinite when the line was cut short by a kill."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return float("inf")

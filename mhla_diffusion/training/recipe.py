@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import math
 import tomllib
 import types
 import typing
@@ -163,14 +164,25 @@ def _check_ranges(recipe: Recipe) -> None:
     for name in ("steps", "batch_size", "gradient_accumulation", "log_every"):
         need(getattr(run, name) >= 1, f"run.{name}", getattr(run, name), "1 or more")
     need(run.seed >= 0, "run.seed", run.seed, "0 or more")
+    need(run.first_step >= -1, "run.first_step", run.first_step, "0 or more, or -1 to go by run.init_from")
+    sections = {"checkpoint": recipe.checkpoint, "sample": recipe.sample}
+    for section, name in (("checkpoint", "every"), ("checkpoint", "export_every"), ("sample", "every")):
+        value = getattr(sections[section], name)
+        need(value >= 0, f"{section}.{name}", value, "0 (never in between) or more steps")
     need(run.max_minutes >= 0, "run.max_minutes", run.max_minutes, "0 (no limit) or more")
     need(model.base != "", "model.base", model.base, "the path of a pipeline folder")
     need(data.path != "", "data.path", data.path, "the path of the images")
     need(0 <= data.caption_dropout <= 1, "data.caption_dropout", data.caption_dropout, "0 to 1")
     need(data.size >= 1, "data.size", data.size, "1 or more pixels")
     need("{}" in data.template, "data.template", data.template, "a text with {} where the class name goes")
+    length = data.max_sequence_length
+    need(length >= 0, "data.max_sequence_length", length, "0 (the base pipeline's own) or more tokens")
+    need(0 <= data.backgrounds, "data.backgrounds", data.backgrounds, "0 or more")
+    need(0 <= data.compositions, "data.compositions", data.compositions, "0 or more")
     need(data.encode_batch >= 1, "data.encode_batch", data.encode_batch, "1 or more")
-    need(optimizer.lr > 0, "optimizer.lr", optimizer.lr, "above 0")
+    need(0 < optimizer.lr < math.inf, "optimizer.lr", optimizer.lr, "above 0")
+    need(optimizer.eps > 0, "optimizer.eps", optimizer.eps, "above 0")
+    need(0 <= optimizer.lr_min <= 1, "optimizer.lr_min", optimizer.lr_min, "a share of lr, 0 to 1")
     need(optimizer.mixing_lr >= 0, "optimizer.mixing_lr", optimizer.mixing_lr, "0 or more")
     need(optimizer.weight_decay >= 0, "optimizer.weight_decay", optimizer.weight_decay, "0 or more")
     need(
@@ -181,8 +193,11 @@ def _check_ranges(recipe: Recipe) -> None:
     )
     need(optimizer.max_grad_norm >= 0, "optimizer.max_grad_norm", optimizer.max_grad_norm, "0 (off) or more")
     need(optimizer.warmup >= 0, "optimizer.warmup", optimizer.warmup, "0 or more steps")
+    need(math.isfinite(recipe.flow.logit_mean), "flow.logit_mean", recipe.flow.logit_mean, "a finite number")
     need(recipe.flow.logit_std > 0, "flow.logit_std", recipe.flow.logit_std, "above 0")
     need(recipe.flow.shift > 0, "flow.shift", recipe.flow.shift, "above 0")
+    need(recipe.ema.warmup >= 0, "ema.warmup", recipe.ema.warmup, "0 (none) or more")
+    need(model.lora.rank >= 1, "model.lora.rank", model.lora.rank, "1 or more")
     need(0 <= recipe.ema.decay < 1, "ema.decay", recipe.ema.decay, "0 to below 1")
     need(recipe.checkpoint.keep >= 1, "checkpoint.keep", recipe.checkpoint.keep, "1 or more")
     need(recipe.sample.steps >= 1, "sample.steps", recipe.sample.steps, "1 or more")

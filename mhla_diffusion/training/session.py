@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -66,14 +66,19 @@ def compile_model(model: torch.nn.Module, scope: str) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """ValueError when `folder` could not be made; makes nothing, so that a later mistake leaves nothing behind."""
+    """ValueError when `folder` could not be made; leaves nothing, as a later mistake may still stop the run."""
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+    try:
+        with tempfile.TemporaryFile(
+            dir=place
+        ):  # permission bits do not tell root, nor whether the disk is full
+            pass
+    except OSError as error:
         raise ValueError(
-            f"cannot write to {folder} ({place} is not a writable folder); choose another run.out"
-        )
+            f"cannot write to {folder} ({place}: {error.strerror}); choose another run.out"
+        ) from None
 
 
 class Session:

@@ -143,8 +143,12 @@ def test_stock_pipelines_draw_too(tmp_path):
     [
         ({"prompts": []}, "no prompt"),
         ({"prompts": ["", " "]}, "no prompt"),
+        ({"prompts": "a whale"}, "give a list of strings"),
+        ({"prompts": ["a whale", None]}, "give a list of strings"),
         ({"steps": 0}, "steps is 0"),
         ({"steps": -3}, "steps is -3"),
+        ({"steps": 1.5}, "steps is 1.5"),
+        ({"steps": "3"}, "steps is '3'"),
         ({"steps": 2000}, "the scheduler has 1000"),
         ({"guidance": float("nan")}, "guidance is nan"),
         ({"guidance": float("inf")}, "guidance is inf"),
@@ -153,11 +157,14 @@ def test_stock_pipelines_draw_too(tmp_path):
         ({"seeds": []}, "0 seeds for 3 prompts"),
         ({"seeds": [-1]}, "seed -1 is out of range"),
         ({"seeds": [2**70]}, "out of range"),
+        ({"seeds": [1.5]}, "seed 1.5 is no whole number"),
         ({"height": 30}, "--height 28 or 32"),
         ({"width": 1}, "--width 4"),
         ({"width": 0}, "--width 4"),
+        ({"width": 32.0}, "width is 32.0"),
         ({"batch_size": 0}, "batch size is 0"),
         ({"device": "tpu9"}, "unknown device 'tpu9'"),
+        ({"device": "meta"}, "give auto, cpu or cuda"),
         ({"device": "cuda:99"}, "device cuda:99 is not there"),
         ({"dtype": "float8"}, "unknown dtype 'float8'"),
         ({"columns": 0, "sheet": "sheet.png"}, "at least 1 column"),
@@ -182,6 +189,11 @@ def test_an_out_folder_that_cannot_be_written_is_named_first(folder, tmp_path):
     with pytest.raises(ValueError, match="give another folder with --sheet"):
         generate(PROMPTS, pipeline=folder, out=tmp_path, sheet=tmp_path / "file" / "sheet.png", device="cpu")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_system_that_takes_no_files_is_named_before_anything_is_drawn(folder):
+    with pytest.raises(ValueError, match="takes no files .*give another folder with --out"):
+        generate(PROMPTS, pipeline=folder, out="/proc/somewhere/new", device="cpu")
 
 
 @pytest.mark.parametrize("component", ["transformer", "vae", "text_encoder"])

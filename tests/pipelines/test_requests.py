@@ -11,6 +11,12 @@ def test_a_text_file_has_a_prompt_a_line_and_empty_lines_between_count(tmp_path)
     assert read_prompts(path) == ["a whale", "", "クジラ"]
 
 
+def test_only_the_end_of_a_line_ends_a_prompt(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes("a\u2028whale\r\nan\x0cowl\n\x85\n".encode())
+    assert read_prompts(path) == ["a\u2028whale", "an\x0cowl"]
+
+
 @pytest.mark.parametrize(
     "text", ['["a whale", "an owl"]', '[{"prompt": "a whale", "key": 1}, {"prompt": "an owl"}]']
 )
@@ -30,7 +36,7 @@ def test_another_json_file_is_refused(tmp_path, text):
 
 @given(st.integers(1, 9), st.integers(0, MAX_SEED))
 def test_one_seed_serves_all(count, seed):
-    assert match_seeds([seed], count) == [seed] * count
+    assert match_seeds([seed], count) == match_seeds(seed, count) == [seed] * count
 
 
 @given(st.integers(-50, 500), st.integers(1, 64))

@@ -91,6 +91,13 @@ def test_a_folder_is_replaced_whole(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["pipeline"]
 
 
+def test_what_a_killed_process_of_the_same_number_left_is_no_obstacle(tmp_path):
+    """In a container every run may be process 1."""
+    (tmp_path / f".writing-pipeline-{os.getpid()}" / "half").mkdir(parents=True)
+    write_folder(tmp_path / "pipeline", lambda folder: (folder / "a").write_text("1"))
+    assert [p.name for p in tmp_path.iterdir()] == ["pipeline"]
+
+
 def test_two_processes_may_write_one_folder(tmp_path):
     """What twins on several GPUs do with the latents cache: nobody's half-written files are taken away."""
     target = tmp_path / "latents"

@@ -53,3 +53,9 @@ def test_two_processes_equal_one(recipe_file, tmp_path):
         for kind in ("single", "pair")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    again = subprocess.run(
+        [sys.executable, PROGRAM, recipe_file("single"), "--set", eps, "run.log_every=1"],
+        env={**os.environ, "PYTHONPATH": str(PROGRAM.parents[1])}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr  # as with `mhla train`, the same line goes on with the run
+    assert "6 of 6 steps done" in again.stdout

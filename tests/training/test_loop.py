@@ -49,6 +49,8 @@ def test_three_steps_and_three_more_equal_six(recipe_file, tmp_path, schedule): 
         if path.name != "checkpoints":
             shutil.rmtree(path) if path.is_dir() else None
     shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-00000006")
+    with (tmp_path / "half" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')  # killed while it wrote
     resumed = run(half, common, resume="auto")
     assert resumed.finished
     assert_bit_equal(state_of(whole.out, 6), state_of(resumed.out, 6))
@@ -91,8 +93,9 @@ def test_other_pictures_are_refused_on_resume(recipe_file, pictures, tmp_path):
 
 def test_unwritable_output_folder(recipe_file, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot write to .*choose another run.out"):
-        run(recipe_file(), [f"run.out={tmp_path}/file/x"])
+    for out in (f"{tmp_path}/file/x", "/proc/somewhere/new"):  # the second refuses even root
+        with pytest.raises(ValueError, match="cannot write to .*choose another run.out"):
+            run(recipe_file(), [f"run.out={out}"])
 
 
 @pytest.mark.parametrize("log_every", [1, 4])
