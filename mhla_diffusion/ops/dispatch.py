@@ -26,6 +26,8 @@ class Constants(NamedTuple):
     dual_launch: float
 
 
+GATHER = 2.5  # a tile's products take so much longer where coefficients are read for every pair of tokens
+
 # First guesses for an H200; to be replaced by the fit.
 _HALF = Constants(3.4e6, 3.5e8, 3.0e8, 9.0, 3.0)
 _FULL = Constants(3.0e6, 2.0e7, 2.0e7, 9.0, 3.0)
@@ -60,6 +62,10 @@ def form_costs(
     pairs = (
         2 * lines * query.num_blocks * query.block_size * key.num_blocks * key.block_size * (dim + value_dim)
     )
+    if not all(
+        [part.equal and part.layout is not None and part.block_size % 8 == 0 for part in (query, key)]
+    ):
+        pairs *= GATHER
     return {
         "states": constants.states_launch
         + max((moved + states) / constants.bandwidth, products / constants.states_rate),

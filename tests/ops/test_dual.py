@@ -142,9 +142,9 @@ def test_the_cost_rule_at_the_shapes_it_must_get_right():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"]
+    ("dim", "dtype"),
+    [(dim, torch.bfloat16) for dim in (32, 64, 72, 128)] + [(32, torch.float16), (32, torch.float32)],
 )
-@pytest.mark.parametrize("dim", [32, 64, 72, 128])
 @pytest.mark.parametrize(("grid", "block_grid"), [((16, 16), (4, 4)), ((32, 32), (4, 4)), ((13, 17), (3, 4))])
 def test_both_forms_on_the_gpu(make_call, grid, block_grid, dim, dtype):
     call = make_call(grid, block_grid, dim, dtype=dtype)
