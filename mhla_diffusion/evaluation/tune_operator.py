@@ -119,6 +119,19 @@ def kernels_of(case: Case) -> list[str]:
     return found
 
 
+def least_bytes(case: Case, kernel: str, item: int) -> int:
+    """What a kernel (for dual_query and dual_key: both) must read and write, with states in the inputs' dtype."""
+    lines = case.batch * case.heads
+    tokens = lines * math.prod(case.grid) * case.dim * item
+    size = case.dim * (case.dim + (case.normalizer == "paper"))
+    states = lines * math.prod(case.block_grid) * size * item
+    of_tokens, of_states = {
+        "summarise": (2, 1), "mix": (0, 2), "read_out": (3 if case.fused else 2, 1), "query_gradients": (3, 2),
+        "key_gradients": (4, 1), "mix_gradient": (0, 2), "dual_forward": (4, 0),
+    }.get(kernel, (8, 0))  # fmt: skip
+    return of_tokens * tokens + of_states * states
+
+
 def has_dual(case: Case) -> bool:
     return case.dim <= 128 and not case.rope and math.prod(case.grid) <= 1024
 
@@ -152,7 +165,8 @@ def time_kernel(
     from ..ops import triton_launch
 
     want = [x.float() for x in first_tensors(calls[0][kernel]())]
-    rows = []
+    ms = milliseconds([call[kernel] for call in calls], device, repeats)
+    rows = [{"shape": case.name, "kernel": kernel, "config": "table", "difference": 0.0, "ms": ms}]
     for config in trials:
         if time.monotonic() > end:
             break
@@ -221,13 +235,17 @@ def tune(
                 # Compilation of later kernels goes on meanwhile: it uses the GPU for moments, which medians do not see.
                 rows = time_kernel(case, kernel, calls, usable, device, repeats, end)
                 result["kernels"] += rows
-                if rows and "ms" in rows[0]:
-                    best = f"{type(usable[0]).__name__}{tuple(rows[0]['config'])}"
-                    result["lines"].append(f"{case.name} | {kernel}: {best}  {rows[0]['ms']:.4f} ms")
-                    for row in rows[:5]:
-                        print(
-                            case.name, kernel, row["config"], row.get("ms"), row.get("difference"), flush=True
-                        )
+                for row in rows:
+                    if "ms" in row:
+                        row["gb_per_s"] = least_bytes(case, kernel, dtype.itemsize) / row["ms"] / 1e6
+                best = rows[0]["config"]
+                if best != "table":
+                    best = f"{type(usable[0]).__name__}{tuple(best)}"
+                result["lines"].append(
+                    f"{case.name} | {kernel}: {best}  {rows[0]['ms']:.4f} ms  {rows[0]['gb_per_s']:.0f} GB/s"
+                )
+                for row in rows[:5] + [row for row in rows[5:] if row["config"] == "table"]:
+                    print(case.name, kernel, row["config"], row.get("ms"), row.get("difference"), flush=True)
                 (out / "tune.json").write_text(json.dumps(result, indent=1))
             if time.monotonic() < end:
                 result["choices"] += choices_of(case, calls, device, repeats)
@@ -245,16 +263,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Find launch configurations for this GPU.")
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument(
-        "--shapes", nargs="+", choices=SHAPES, default=["wan 480x800x81", "dit 512", "sana 4K", "dit 256"]
-    )
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=DEFAULT)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 3))
+    parser.add_argument(
+        "--limit", type=int, help="candidates for each kernel; 0 times the table's choices only"
+    )
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the program out")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("tuning needs a CUDA device")
     tune(
-        options.shapes, options.out, minutes=options.minutes, repeats=options.repeats, workers=options.workers
+        [SHAPES[name] for name in options.shapes],
+        options.out,
+        device,
+        torch.bfloat16 if device.type == "cuda" else torch.float32,
+        minutes=options.minutes,
+        repeats=options.repeats,
+        workers=options.workers,
+        limit=options.limit,
     )
 
 

@@ -62,17 +62,24 @@ def test_every_kernel_of_a_shape_can_be_called_alone(case):
 
 
 @pytest.mark.filterwarnings("default:the MHLA kernels:UserWarning")
-def test_tuning_times_every_kernel_and_prints_the_best(tmp_path, capsys):
+def test_tuning_times_every_kernel_and_prints_the_best(tmp_path, monkeypatch, capsys):
     result = tune_operator.tune([TINY], tmp_path, CPU, torch.float32, repeats=1, workers=1, limit=1)
     assert json.loads((tmp_path / "tune.json").read_text()) == json.loads(json.dumps(result))
-    kernels = tune_operator.kernels_of(TINY)
-    assert [row["kernel"] for row in result["kernels"]] == kernels and not result["failures"]
-    assert all(row["ms"] > 0 and row["difference"] <= 1e-5 for row in result["kernels"])
+    kernels, rows = tune_operator.kernels_of(TINY), result["kernels"]
+    assert [row["kernel"] for row in rows] == [name for name in kernels for _ in range(2)]
+    assert [row["config"] == "table" for row in rows].count(True) == len(kernels) and not result["failures"]
+    assert all(row["ms"] > 0 and row["difference"] <= 1e-5 and row["gb_per_s"] > 0 for row in rows)
     assert [row["choice"] for row in result["choices"]] == [{}, {"head_group": "1"}, {"head_group": "2"}]
-    assert len(result["lines"]) == len(kernels) and "tiny | mix: MixConfig(" in capsys.readouterr().out
-    assert (
-        tune_operator.tune([TINY], tmp_path, CPU, torch.float32, minutes=0, workers=1, limit=1)["lines"] == []
-    )
+    assert len(result["lines"]) == len(kernels) and "tiny | mix: " in capsys.readouterr().out
+    assert tune_operator.least_bytes(TINY, "summarise", 4) == 4 * 2 * (2 * 16 * 8 + 4 * 8 * 9)
+
+
+def test_the_tuning_program_takes_its_options(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(tune_operator.SHAPES, "tiny", TINY)
+    options = "--device cpu --shapes tiny --limit 0 --repeats 1 --workers 1 --minutes 1".split()
+    tune_operator.main(["--out", str(tmp_path), *options])
+    assert "tiny | read_out: table" in capsys.readouterr().out
+    assert set(tune_operator.DEFAULT) <= set(tune_operator.SHAPES)
 
 
 def test_tuning_needs_a_gpu(capsys):
