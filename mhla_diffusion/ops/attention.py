@@ -8,14 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from .backends import choose_backend
-from .eager import eager_core
+from .eager import eager_core, epilogue, normalise
 from .partition import Partition, grid_partition, table_partition
 from .reference import reference_attention
 
-__all__ = ["FEATURE_MAPS", "NORMALIZERS", "mhla_attention"]
+__all__ = ["FEATURE_MAPS", "FORMS", "NORMALIZERS", "mhla_attention"]
 
 FEATURE_MAPS = ("relu",)
 NORMALIZERS = ("paper", "none", "official")
+FORMS = ("auto", "states", "dual")
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _told: set[str] = set()
 
@@ -45,8 +46,14 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(
             f"v has shape {tuple(v.shape)} but k {tuple(k.shape)}: only the last axis may differ"
         )
-    if 0 in q.shape or 0 in v.shape:
-        raise ValueError(f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: no axis may be empty")
+    if 0 in q.shape[1:] or 0 in v.shape[1:]:
+        raise ValueError(f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: only the batch may be empty")
+    if not torch.compiler.is_compiling() and any(
+        [torch._C._functorch.is_batchedtensor(x) for x in (q, k, v)]
+    ):
+        raise ValueError(
+            "mhla_attention inside torch.func.vmap: put the mapped axis into the batch axis of q, k and v"
+        )
 
 
 def _check_mixing(mixing: torch.Tensor, q: torch.Tensor, query: Partition, key: Partition) -> None:
@@ -122,10 +129,15 @@ def mhla_attention(
     denominator_eps: float | None = None,
     rope: tuple[torch.Tensor, torch.Tensor] | None = None,
     key_rope: tuple[torch.Tensor, torch.Tensor] | None = None,
+    query_norm: tuple[torch.Tensor, float] | None = None,
+    key_norm: tuple[torch.Tensor, float] | None = None,
     norm_weight: torch.Tensor | None = None,
     norm_eps: float = 1e-6,
     gate: torch.Tensor | None = None,
+    gate_bias: float | None = None,
     local: torch.Tensor | None = None,
+    summary_dtype: torch.dtype | None = None,
+    form: str = "auto",
     backend: str = "auto",
 ) -> torch.Tensor:
     """Multi-head linear attention over blocks of tokens (MHLA, arXiv 2601.07832, Sec. 3).
@@ -147,8 +159,15 @@ def mhla_attention(
         denominator_eps: 0 for `paper`, 1e-6 for `official` when None.
         rope: (cos, sin), float32 `(N, D / 2)` each; turns the channel pairs (0, 1), (2, 3), ... of phi(q) and phi(k) in
             the numerator only. key_rope: the same for the keys, `(Nk, D / 2)`; `rope` when None.
+        query_norm, key_norm: (weight, eps), RMSNorm of q or k before the feature map: over each head for a weight
+            `(D,)`, over all heads together for `(H, D)`.
         norm_weight: `(Dv,)`, per-head RMSNorm of the output with norm_eps.
-        gate: `(B, N, H, Dv)`, multiplied after the norm (already activated). local: added last.
+        gate: `(B, N, H, Dv)`, multiplied after the norm: already activated, or SiLU(gate + gate_bias) when a gate_bias
+            is given. local: added last.
+        summary_dtype: of the block summaries between the kernels, bfloat16 or float32; bfloat16 for bfloat16 inputs
+            and float32 otherwise when None. Plain torch always takes float32.
+        form: how the Triton kernels compute it: `states` (block summaries), `dual` (all pairs of tokens, for few of
+            them), or `auto` for what a cost rule expects to be faster. Both are exact.
         backend: `auto` takes Triton on CUDA and plain torch elsewhere (`explain` says why); `triton`, `eager` and
             `reference` ask for one.
 
@@ -197,45 +216,73 @@ def mhla_attention(
     for name, x in (("gate", gate), ("local", local)):
         if x is not None and tuple(x.shape) != out_shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: give the output's shape {out_shape}")
+    if gate_bias is not None and gate is None:
+        raise ValueError(f"gate_bias={gate_bias} without a gate: pass gate=, or leave gate_bias out")
+    for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
+        if norm is not None and tuple(norm[0].shape) not in (tuple(q.shape[3:]), tuple(q.shape[2:])):
+            raise ValueError(
+                f"{name} has a weight of shape {tuple(norm[0].shape)}: give {tuple(q.shape[3:])} for a norm over each "
+                f"head or {tuple(q.shape[2:])} for one over all heads"
+            )
+    if summary_dtype not in (None, torch.float32, torch.bfloat16):
+        raise ValueError(f"summary_dtype={summary_dtype}: choose torch.float32 or torch.bfloat16")
+    if form not in FORMS:
+        raise ValueError(f"form={form!r}: choose one of {', '.join(FORMS)}")
 
     name, reason = choose_backend(backend, q.device, q.dtype, max(q.shape[-1], v.shape[-1]))
-    if backend == "auto" and name == "eager" and q.device.type == "cuda":
+    if q.shape[0] == 0 and name == "triton":
+        name = "eager"  # nothing to launch
+    if backend == "auto" and name == "eager" and q.device.type == "cuda" and q.shape[0]:
         _warn_once(f"mhla_attention takes the plain torch path on {q.device}: {reason}")
-    options = {
+    core = {
+        "rope": rope,
+        "key_rope": key_rope,
         "feature_eps": float(feature_eps),
         "normalizer": normalizer,
         "denominator_eps": float(denominator_eps),
     }
+    after = {
+        "norm_weight": norm_weight, "norm_eps": norm_eps, "gate": gate, "gate_bias": gate_bias, "local": local,
+    }  # fmt: skip
+    if name == "triton":
+        before = {"query_norm": query_norm, "key_norm": key_norm}
+        return _triton(
+            q, k, v, mixing, query, key, core, before, after, {"summary_dtype": summary_dtype, "form": form}
+        )
+    dtype = torch.promote_types(q.dtype, torch.float32)
     if name == "reference":
-        dtype = torch.promote_types(q.dtype, torch.float32)
         norm_weight, gate, local = (None if x is None else x.to(dtype) for x in (norm_weight, gate, local))
         out = reference_attention(
             q.to(dtype), k.to(dtype), v.to(dtype), mixing, query.with_table(q.device), key.with_table(q.device),
-            rope=rope, key_rope=key_rope, norm_weight=norm_weight, norm_eps=norm_eps, gate=gate, local=local, **options,
+            query_norm=query_norm, key_norm=key_norm, norm_weight=norm_weight, norm_eps=norm_eps, gate=gate,
+            gate_bias=gate_bias, local=local, **core,
         )  # fmt: skip
         return out.to(q.dtype)
-
     fused = norm_weight is not None or gate is not None or local is not None
-    out_dtype = torch.promote_types(q.dtype, torch.float32) if fused else q.dtype
-    core = _triton_core if name == "triton" else eager_core
-    out = core(q, k, v, mixing, query, key, rope=rope, key_rope=key_rope, out_dtype=out_dtype, **options)
-    return _epilogue(out, norm_weight, norm_eps, gate, local).to(q.dtype) if fused else out
+    out = eager_core(
+        normalise(q, query_norm), normalise(k, key_norm), v, mixing, query, key,
+        out_dtype=dtype if fused else q.dtype, **core,
+    )  # fmt: skip
+    return epilogue(out, **after).to(q.dtype) if fused else out
 
 
-def _triton_core(*args, **kwargs) -> torch.Tensor:
+def _triton(q, k, v, mixing, query: Partition, key: Partition, core, before, after, choices) -> torch.Tensor:
+    """The Triton path. The steps around the operator are part of its kernels when nothing needs a gradient."""
     from .registration import triton_core
 
-    return triton_core(*args, **kwargs)
-
-
-def _epilogue(out: torch.Tensor, norm_weight, norm_eps: float, gate, local) -> torch.Tensor:
-    """Per-head RMSNorm, gate, local branch: in float32, before the one rounding to the model's dtype."""
-    if norm_weight is not None:
-        out = (
-            out * torch.rsqrt(out.square().mean(dim=-1, keepdim=True) + norm_eps) * norm_weight.to(out.dtype)
-        )
-    if gate is not None:
-        out = out * gate.to(out.dtype)
-    if local is not None:
-        out = out + local.to(out.dtype)
-    return out
+    norms = [norm[0] for norm in before.values() if norm is not None]
+    extras = [x for x in (after["norm_weight"], after["gate"], after["local"]) if x is not None]
+    if not norms and not extras:
+        return triton_core(q, k, v, mixing, query, key, **core, **choices)
+    learning = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, mixing, *norms, *extras)])
+    if not learning and core["normalizer"] != "official":
+        steps = {name: x for name, x in after.items() if x is not None}
+        for name, norm in before.items():
+            if norm is not None:
+                steps[name], steps[f"{name}_eps"] = norm
+        return triton_core(q, k, v, mixing, query, key, **core, **choices, **steps)
+    q, k = (normalise(x, norm).to(v.dtype) for x, norm in zip((q, k), before.values(), strict=True))
+    if not extras:
+        return triton_core(q, k, v, mixing, query, key, **core, **choices)
+    out = triton_core(q, k, v, mixing, query, key, out_dtype=torch.float32, **core, **choices)
+    return epilogue(out, **after).to(v.dtype)

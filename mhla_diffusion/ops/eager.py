@@ -11,7 +11,16 @@ import torch.nn.functional as F
 
 from .partition import Partition
 
-__all__ = ["eager_core", "from_blocks", "mix_states", "read_out", "summarise", "to_blocks"]
+__all__ = [
+    "eager_core",
+    "epilogue",
+    "from_blocks",
+    "mix_states",
+    "normalise",
+    "read_out",
+    "summarise",
+    "to_blocks",
+]
 
 
 def slot_ids(part: Partition, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,6 +104,30 @@ def read_out(turned: torch.Tensor, mixed: torch.Tensor, value_dim: int) -> torch
     """`(B, H, M, n, Dv)`: the queries' features times their block's mixed summary."""
     dim = turned.shape[-1]
     return turned @ mixed[..., : dim * value_dim].unflatten(-1, (dim, value_dim))
+
+
+def normalise(x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch.Tensor:
+    """RMSNorm of x (B, N, H, D) in float32 at least: over a head for a weight (D,), over all heads for (H, D)."""
+    if norm is None:
+        return x
+    weight, eps = norm
+    y = x.to(torch.promote_types(x.dtype, torch.float32))
+    over = -1 if weight.ndim == 1 else (-2, -1)
+    return y * torch.rsqrt(y.square().mean(dim=over, keepdim=True) + eps) * weight.to(y.dtype)
+
+
+def epilogue(out: torch.Tensor, norm_weight, norm_eps: float, gate, gate_bias, local) -> torch.Tensor:
+    """Per-head RMSNorm, gate, local branch: in float32, before the one rounding to the model's dtype."""
+    if norm_weight is not None:
+        out = (
+            out * torch.rsqrt(out.square().mean(dim=-1, keepdim=True) + norm_eps) * norm_weight.to(out.dtype)
+        )
+    if gate is not None:
+        gate = gate.to(out.dtype)
+        out = out * (gate if gate_bias is None else F.silu(gate + gate_bias))
+    if local is not None:
+        out = out + local.to(out.dtype)
+    return out
 
 
 def eager_core(

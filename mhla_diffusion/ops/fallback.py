@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from .eager import features, from_blocks, mask_padding, rotate, to_blocks
+from .eager import eager_core, features, from_blocks, mask_padding, rotate, to_blocks
 from .partition import Partition
 
-__all__ = ["pull_back", "read_out", "summarise"]
+__all__ = ["dual", "mix", "pull_back", "read_out", "summarise"]
 
 
 def summarise(x, y, part: Partition, rope, feature_eps: float, *, mass: bool, rows=None) -> torch.Tensor:
@@ -22,6 +22,12 @@ def summarise(x, y, part: Partition, rope, feature_eps: float, *, mass: bool, ro
         values, phi = values * scale, phi * weight
     summary = (turned.transpose(-1, -2) @ values).flatten(-2)
     return torch.cat((summary, phi.sum(dim=-2)), dim=-1) if mass else summary
+
+
+def mix(matrix: torch.Tensor, states: torch.Tensor, chunks: int) -> torch.Tensor:
+    if chunks > 1:
+        matrix = matrix.repeat_interleave(chunks, dim=-1)
+    return torch.matmul(matrix, states.float()).to(states.dtype)
 
 
 def _split(state: torch.Tensor, dim: int, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,3 +67,21 @@ def pull_back(
     dx = from_blocks(torch.where(to_blocks(x, part) > 0, dphi, 0.0), part).to(x.dtype)
     rows = None if inverse is None else tuple(from_blocks(row, part)[..., 0] for row in (inverse, dden))
     return dx, rows
+
+
+def dual(
+    q, k, v, mixing, query: Partition, key: Partition, rope, key_rope, feature_eps: float, denominator_eps: float,
+    divide: bool, out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out and the denominators, as the dual form's forward kernel returns them."""
+    out = eager_core(
+        q, k, v, mixing, query, key, rope=rope, key_rope=key_rope, feature_eps=feature_eps,
+        normalizer="paper" if divide else "none", denominator_eps=denominator_eps, out_dtype=out_dtype,
+    )  # fmt: skip
+    if not divide:
+        return out, q.new_empty(q.shape[0], q.shape[2], 0, dtype=torch.float32)
+    mass = mixing @ mask_padding(features(k, key, feature_eps, torch.float32), key).sum(
+        dim=-2
+    )  # (B, H, M, D)
+    den = (features(q, query, feature_eps, torch.float32) * mass[..., None, :]).sum(dim=-1)
+    return out, den.flatten(2) + denominator_eps

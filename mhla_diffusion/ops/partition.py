@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +12,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..blocks import block_table, check_block_table, effective_block_grid
 
-__all__ = ["Partition", "grid_partition", "table_partition"]
+__all__ = ["LARGEST_BLOCK", "Partition", "grid_partition", "layout_partition", "table_partition"]
+
+LARGEST_BLOCK = 1 << 19  # the kernels' index arithmetic is exact below twice this; larger blocks take a table
 
 # Tables that passed the check, by identity: table -> (tensor version, number of tokens).
 _CHECKED = WeakIdKeyDictionary()
@@ -20,13 +23,15 @@ _CHECKED = WeakIdKeyDictionary()
 class Partition(NamedTuple):
     """One side's blocks.
 
-    table: `(M, n_max)` token ids, -1 = padding. None when the blocks are even and only views are needed.
+    table: `(M, n_max)` token ids, -1 = padding. None when the blocks follow from `layout`; `with_table` then builds it.
     num_blocks, block_size: M and n_max.
     num_tokens: N of this side.
     grid, block_grid: set when every axis divides evenly, so that blocks are views of the token axis.
     equal: all blocks have the same number of tokens, nothing is padded.
     trusted: every token is known to appear exactly once. False for a table on an accelerator, whose values are never
         read by the host: there padding is assumed, and tokens in no block yield zeros.
+    layout: three token counts and three block counts, last axis last (leading ones for fewer axes), when blocks can be
+        found by index arithmetic.
     """
 
     table: torch.Tensor | None
@@ -37,6 +42,7 @@ class Partition(NamedTuple):
     block_grid: tuple[int, ...] | None
     equal: bool
     trusted: bool
+    layout: tuple[int, ...] | None = None
 
     @property
     def even(self) -> bool:
@@ -48,12 +54,17 @@ class Partition(NamedTuple):
         return not (self.equal and self.trusted)
 
     def with_table(self, device: torch.device) -> torch.Tensor:
-        """The table, built (and cached) for an even grid."""
-        return self.table if self.table is not None else block_table(self.grid, self.block_grid, device)
+        """The table, built (and cached) when the blocks follow from a grid."""
+        if self.table is not None:
+            return self.table
+        grid, blocks = (
+            (self.grid, self.block_grid) if self.layout is None else (self.layout[:3], self.layout[3:])
+        )
+        return block_table(grid, blocks, device)
 
 
 def grid_partition(
-    grid: Sequence[int], block_grid: Sequence[int], num_tokens: int, device: torch.device
+    grid: Sequence[int], block_grid: Sequence[int], num_tokens: int, device: torch.device | None
 ) -> Partition:
     """Blocks of a whole token grid. Raises ValueError when the grid does not hold `num_tokens` tokens."""
     blocks = effective_block_grid(grid, block_grid)
@@ -64,17 +75,19 @@ def grid_partition(
         )
     even = all([length % count == 0 for length, count in zip(grid, blocks, strict=True)])
     size = math.prod([-(-length // count) for length, count in zip(grid, blocks, strict=True)])
-    table = None if even else block_table(grid, blocks, device)
-    return Partition(
-        table,
-        math.prod(blocks),
-        size,
-        num_tokens,
-        grid if even else None,
-        blocks if even else None,
-        even,
-        True,
-    )
+    layout = None
+    if len(grid) <= 3 and size <= LARGEST_BLOCK:
+        ones = (1,) * (3 - len(grid))
+        layout = (*ones, *grid, *ones, *blocks)
+    table = None if even or layout is not None else block_table(grid, blocks, device)
+    whole = (grid, blocks) if even else (None, None)
+    return Partition(table, math.prod(blocks), size, num_tokens, *whole, even, True, layout)
+
+
+@functools.lru_cache(maxsize=256)
+def layout_partition(layout: tuple[int, ...]) -> Partition:
+    """The partition that a `Partition.layout` stands for, without its table."""
+    return grid_partition(layout[:3], layout[3:], math.prod(layout[:3]), None)
 
 
 def table_partition(name: str, table: torch.Tensor, num_tokens: int, device: torch.device) -> Partition:

@@ -28,6 +28,15 @@ def rotate(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor] | None) -> t
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
+def rms_norm(x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch.Tensor:
+    """Over each head for a weight (D,), over all heads together for (H, D)."""
+    if norm is None:
+        return x
+    weight, eps = norm
+    axes = (3,) if weight.ndim == 1 else (2, 3)
+    return x / torch.sqrt((x * x).mean(dim=axes, keepdim=True) + eps) * weight.to(x.dtype)
+
+
 def block_tokens(table: torch.Tensor) -> list[torch.Tensor]:
     return [row[row >= 0] for row in table]
 
@@ -82,14 +91,17 @@ def reference_core(
 
 
 def reference_attention(
-    q, k, v, mixing, query_table, key_table, *, norm_weight=None, norm_eps=1e-6, gate=None, local=None, **core
-) -> torch.Tensor:
-    """`reference_core`, then per-head RMSNorm (norm_weight (Dv,)), * gate, + local (both (B, N, H, Dv))."""
+    q, k, v, mixing, query_table, key_table, *, query_norm=None, key_norm=None, norm_weight=None, norm_eps=1e-6,
+    gate=None, gate_bias=None, local=None, **core,
+) -> torch.Tensor:  # fmt: skip
+    """RMSNorm of q and k (weight, eps), `reference_core`, then per-head RMSNorm (norm_weight (Dv,)), * gate or
+    * SiLU(gate + gate_bias), + local (both (B, N, H, Dv))."""
+    q, k = rms_norm(q, query_norm), rms_norm(k, key_norm)
     out = reference_core(q, k, v, mixing, query_table, key_table, **core)
     if norm_weight is not None:
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + norm_eps) * norm_weight
     if gate is not None:
-        out = out * gate
+        out = out * (gate if gate_bias is None else (gate + gate_bias) * torch.sigmoid(gate + gate_bias))
     if local is not None:
         out = out + local
     return out

@@ -1,55 +1,79 @@
 """The Triton path as `torch.library` custom operators, so that compile, export and autograd see opaque ops.
 
-`mhla_diffusion::mhla_forward` returns the output and the block states, which the backward op reuses. The "official"
-denominator is computed in plain torch around the kernels: it serves weights trained with it, not speed.
+`mhla_diffusion::mhla_forward` (states form) returns the output and the block states, `mhla_diffusion::mhla_dual`
+(dual form) the output and the denominators; the backward ops reuse them. The "official" denominator is computed in
+plain torch around the kernels: it serves weights trained with it, not speed.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from .eager import features, from_blocks, mask_padding
-from .partition import Partition
+from .dispatch import choose_form
+from .eager import epilogue, features, from_blocks, mask_padding, normalise
+from .partition import Partition, layout_partition
 
-__all__ = ["mhla_backward", "mhla_forward", "triton_core"]
+__all__ = ["mhla_backward", "mhla_dual", "mhla_dual_backward", "mhla_forward", "triton_core"]
 
 
-def _part(table: Tensor, tokens: int, trusted: bool) -> Partition:
+def _part_of(table: Tensor | None, layout: Sequence[int] | None, tokens: int, trusted: bool) -> Partition:
+    if layout is not None:
+        return layout_partition(tuple([int(size) for size in layout]))
     blocks, size = table.shape
     return Partition(table, blocks, size, tokens, None, None, table.numel() == tokens, trusted)
 
 
-def _pair(cos: Tensor | None, sin: Tensor | None):
-    return None if cos is None else (cos, sin)
+def _on_its_device(call):
+    """Triton launches on the current device, the tensors may live on another."""
+
+    @functools.wraps(call)
+    def wrapped(*args, **kwargs):
+        device = args[0].device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return call(*args, **kwargs)
+        with torch.cuda.device(device):
+            return call(*args, **kwargs)
+
+    return wrapped
 
 
-def _mix(matrix: Tensor, states: Tensor) -> Tensor:
-    """(Mq, Mk), (H, Mq, Mk) or (B, H, Mq, Mk) times (B, H, Mk, K), contiguous.
-
-    Spelled as bmm: matmul may fold the states into a matrix, by a transposed copy, when `matrix` needs a gradient.
-    """
-    batch, heads, blocks, size = states.shape
-    matrix = matrix.expand(batch, heads, *matrix.shape[-2:]).reshape(batch * heads, -1, blocks)
-    # Autocast would round the coefficients to half precision.
-    with torch.autocast(device_type=states.device.type, enabled=False):
-        return torch.bmm(matrix, states.reshape(batch * heads, blocks, size)).view(batch, heads, -1, size)
+def _pair(first, second):
+    return None if first is None else (first, second)
 
 
 @torch.library.custom_op("mhla_diffusion::mhla_forward", mutates_args=())
+@_on_its_device
 def mhla_forward(
-    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, query_table: Tensor, key_table: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, query_table: Tensor | None, key_table: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
     feature_eps: float, denominator_eps: float, divide: bool, trusted: bool, out_dtype: torch.dtype,
+    query_layout: Sequence[int] | None = None, key_layout: Sequence[int] | None = None,
+    state_dtype: torch.dtype = torch.float32,
+    query_norm: Tensor | None = None, query_norm_eps: float = 1e-6,
+    key_norm: Tensor | None = None, key_norm_eps: float = 1e-6,
+    norm_weight: Tensor | None = None, norm_eps: float = 1e-6, gate: Tensor | None = None,
+    gate_bias: float | None = None, local: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """out (B, N, H, Dv) in out_dtype, states (B, H, Mk, D * Dv [+ D]) float32. mixing is float32."""
-    from .triton_launch import read_out, summarise
+    """out (B, N, H, Dv) in out_dtype, states (B, H, rows, D * Dv [+ D]) in state_dtype. mixing is float32.
 
-    query, key = _part(query_table, q.shape[1], trusted), _part(key_table, k.shape[1], trusted)
-    state = summarise(k, v, key, _pair(key_cos, key_sin), feature_eps, mass=divide)
+    The arguments from query_norm on are fused steps around the operator; they have no gradient here.
+    """
+    from .states_launch import Epilogue, mix, read_out, summarise
+
+    query = _part_of(query_table, query_layout, q.shape[1], trusted)
+    key = _part_of(key_table, key_layout, k.shape[1], trusted)
+    state = summarise(
+        k, v, key, _pair(key_cos, key_sin), feature_eps,
+        mass=divide, norm=_pair(key_norm, key_norm_eps), state_dtype=state_dtype,
+    )  # fmt: skip
     out = read_out(
-        q, _mix(mixing, state), v.shape[-1], query, _pair(cos, sin), feature_eps,
-        divide=divide, denominator_eps=denominator_eps, out_dtype=out_dtype,
+        q, mix(mixing, state, q, v.shape[-1]), v.shape[-1], query, _pair(cos, sin), feature_eps,
+        divide=divide, mass=divide, denominator_eps=denominator_eps, out_dtype=out_dtype,
+        norm=_pair(query_norm, query_norm_eps), after=Epilogue(norm_weight, norm_eps, gate, gate_bias, local),
     )  # fmt: skip
     return out, state
 
@@ -57,73 +81,158 @@ def mhla_forward(
 @mhla_forward.register_fake
 def _(
     q, k, v, mixing, query_table, key_table, cos, sin, key_cos, key_sin,
-    feature_eps, denominator_eps, divide, trusted, out_dtype,
+    feature_eps, denominator_eps, divide, trusted, out_dtype, query_layout=None, key_layout=None,
+    state_dtype=torch.float32, *fused, **named,
 ):  # fmt: skip
+    from .triton_configs import chunk_count
+
     batch, tokens, heads, dim = q.shape
+    key = _part_of(key_table, key_layout, k.shape[1], trusted)
+    rows = key.num_blocks * chunk_count(batch * heads * key.num_blocks, key.block_size)
     size = dim * v.shape[-1] + (dim if divide else 0)
     out = q.new_empty(batch, tokens, heads, v.shape[-1], dtype=out_dtype)
-    return out, q.new_empty(batch, heads, key_table.shape[0], size, dtype=torch.float32)
+    return out, q.new_empty(batch, heads, rows, size, dtype=state_dtype)
+
+
+def _states_backward(
+    grad, q, k, v, mixing, state, query: Partition, key: Partition, rope, key_rope,
+    feature_eps: float, denominator_eps: float, divide: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from .states_launch import key_gradients, mix, mix_gradient, query_gradients
+
+    value_dim = v.shape[-1]
+    dq, dmixed = query_gradients(
+        q, grad, mix(mixing, state, q, value_dim), query, rope, feature_eps,
+        mass=divide, denominator_eps=denominator_eps, state_dtype=state.dtype,
+    )  # fmt: skip
+    dmixing = mix_gradient(dmixed, state, mixing, q, value_dim)
+    dstate = mix(mixing.transpose(-1, -2), dmixed, q, value_dim)
+    dk, dv = key_gradients(k, v, dstate, key, key_rope, feature_eps, mass=divide)
+    return dq, dk, dv, dmixing
 
 
 @torch.library.custom_op("mhla_diffusion::mhla_backward", mutates_args=())
+@_on_its_device
 def mhla_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, state: Tensor,
-    query_table: Tensor, key_table: Tensor,
+    query_table: Tensor | None, key_table: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
     feature_eps: float, denominator_eps: float, divide: bool, trusted: bool,
+    query_layout: Sequence[int] | None = None, key_layout: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v and mixing."""
-    from .triton_launch import pull_back, read_out, summarise
-
-    query, key = _part(query_table, q.shape[1], trusted), _part(key_table, k.shape[1], trusted)
-    rope, key_rope = _pair(cos, sin), _pair(key_cos, key_sin)
-    role, key_role = ("divide", "add_mass") if divide else ("plain", "plain")
-    mixed = _mix(mixing, state)
-    dq, rows = pull_back(q, grad, mixed, query, rope, feature_eps, role=role, denominator_eps=denominator_eps)
-    dmixed = summarise(q, grad, query, rope, feature_eps, mass=divide, rows=rows)  # d S~, d z~
-    dmixing = _mix(dmixed, state.transpose(-1, -2)).sum(dim=0)  # d m_ij = <d S~_i, S_j> + <d z~_i, z_j>
-    if mixing.ndim == 2:
-        dmixing = dmixing.sum(dim=0)
-    dstate = _mix(mixing.transpose(-1, -2), dmixed)
-    dk, _ = pull_back(k, v, dstate, key, key_rope, feature_eps, role=key_role)
-    dv = read_out(
-        k,
-        dstate,
-        v.shape[-1],
-        key,
-        key_rope,
-        feature_eps,
-        divide=False,
-        denominator_eps=0.0,
-        out_dtype=v.dtype,
-    )
-    return dq, dk, dv, dmixing
+    query = _part_of(query_table, query_layout, q.shape[1], trusted)
+    key = _part_of(key_table, key_layout, k.shape[1], trusted)
+    return _states_backward(
+        grad, q, k, v, mixing, state, query, key, _pair(cos, sin), _pair(key_cos, key_sin),
+        feature_eps, denominator_eps, divide,
+    )  # fmt: skip
 
 
 @mhla_backward.register_fake
 def _(
     grad, q, k, v, mixing, state, query_table, key_table, cos, sin, key_cos, key_sin,
-    feature_eps, denominator_eps, divide, trusted,
+    feature_eps, denominator_eps, divide, trusted, query_layout=None, key_layout=None,
 ):  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), mixing.new_empty(mixing.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:
     q, k, v, mixing, *rest = inputs
-    tensors, options = rest[:6], rest[6:10]
-    ctx.save_for_backward(q, k, v, mixing, output[1], *tensors)
-    ctx.options = options
+    ctx.save_for_backward(q, k, v, mixing, output[1], *rest[:6])
+    ctx.options = (*rest[6:10], *rest[11:13])
+    ctx.inputs = len(inputs)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad, grad_state):
-    nothing = (None,) * 11
+    nothing = (None,) * (ctx.inputs - 4)
     if grad is None:
-        return (None,) * 4 + nothing
+        return (None,) * ctx.inputs
     return *mhla_backward(grad, *ctx.saved_tensors, *ctx.options), *nothing
 
 
 mhla_forward.register_autograd(_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("mhla_diffusion::mhla_dual", mutates_args=())
+@_on_its_device
+def mhla_dual(
+    q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, query_table: Tensor | None, key_table: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
+    feature_eps: float, denominator_eps: float, divide: bool, trusted: bool, out_dtype: torch.dtype,
+    query_layout: Sequence[int] | None, key_layout: Sequence[int] | None, state_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """out (B, N, H, Dv) in out_dtype, denominators in block order (B, H, slots) float32, none without `divide`."""
+    from .dual_launch import dual_forward
+
+    query = _part_of(query_table, query_layout, q.shape[1], trusted)
+    key = _part_of(key_table, key_layout, k.shape[1], trusted)
+    return dual_forward(
+        q, k, v, mixing, query, key, _pair(cos, sin), _pair(key_cos, key_sin), feature_eps, denominator_eps, divide,
+        out_dtype,
+    )  # fmt: skip
+
+
+@mhla_dual.register_fake
+def _(
+    q, k, v, mixing, query_table, key_table, cos, sin, key_cos, key_sin, feature_eps, denominator_eps, divide, trusted,
+    out_dtype, query_layout, key_layout, state_dtype,
+):  # fmt: skip
+    batch, tokens, heads, _ = q.shape
+    out = q.new_empty(batch, tokens, heads, v.shape[-1], dtype=out_dtype)
+    query = _part_of(query_table, query_layout, tokens, trusted)
+    slots = query.num_blocks * query.block_size if divide else 0
+    return out, q.new_empty(batch, heads, slots, dtype=torch.float32)
+
+
+@torch.library.custom_op("mhla_diffusion::mhla_dual_backward", mutates_args=())
+@_on_its_device
+def mhla_dual_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, den: Tensor,
+    query_table: Tensor | None, key_table: Tensor | None,
+    cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
+    feature_eps: float, denominator_eps: float, divide: bool, trusted: bool,
+    query_layout: Sequence[int] | None, key_layout: Sequence[int] | None, state_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v and mixing; through the states form where the dual form has no backward kernels."""
+    from .dual_launch import dual_backward, has_dual_backward
+    from .states_launch import summarise
+
+    query = _part_of(query_table, query_layout, q.shape[1], trusted)
+    key = _part_of(key_table, key_layout, k.shape[1], trusted)
+    rope, key_rope = _pair(cos, sin), _pair(key_cos, key_sin)
+    if has_dual_backward(query, key):
+        grads = dual_backward(
+            grad, q, k, v, mixing, out, den, query, key, rope, key_rope, feature_eps, divide
+        )
+        if grads is not None:
+            return grads
+    state = summarise(k, v, key, key_rope, feature_eps, mass=divide, state_dtype=state_dtype)
+    return _states_backward(
+        grad, q, k, v, mixing, state, query, key, rope, key_rope, feature_eps, denominator_eps, divide
+    )
+
+
+@mhla_dual_backward.register_fake
+def _(grad, q, k, v, mixing, *rest):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), mixing.new_empty(mixing.shape)
+
+
+def _setup_dual(ctx, inputs, output) -> None:
+    q, k, v, mixing, *rest = inputs
+    ctx.save_for_backward(q, k, v, mixing, *output, *rest[:6])
+    ctx.options = (*rest[6:10], *rest[11:])
+    ctx.set_materialize_grads(False)
+
+
+def _dual_backward(ctx, grad, grad_den):
+    if grad is None:
+        return (None,) * 18
+    return *mhla_dual_backward(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 14
+
+
+mhla_dual.register_autograd(_dual_backward, setup_context=_setup_dual)
 
 
 def triton_core(
@@ -140,18 +249,37 @@ def triton_core(
     normalizer: str = "paper",
     denominator_eps: float = 0.0,
     out_dtype: torch.dtype | None = None,
+    summary_dtype: torch.dtype | None = None,
+    form: str = "states",
+    **fused,
 ) -> Tensor:
-    """`eager_core` on the Triton kernels: same arguments, same result, same gradients."""
+    """`eager_core` on the Triton kernels: same arguments, same result, same gradients.
+
+    summary_dtype: of the kept block states; bfloat16 for bfloat16 inputs, else float32. form: see `dispatch`.
+    fused: query_norm, key_norm, norm_weight, norm_eps, gate, gate_bias, local, where no gradient is wanted.
+    """
     mixing = mixing.float()
     out_dtype = q.dtype if out_dtype is None else out_dtype
-    cos, sin = rope or (None, None)
-    key_cos, key_sin = key_rope or (None, None)
+    if summary_dtype is None:
+        summary_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     official = normalizer == "official"
-    out, _ = mhla_forward(
-        q, k, v, mixing, query.with_table(q.device), key.with_table(q.device), cos, sin, key_cos, key_sin,
-        feature_eps, denominator_eps, normalizer == "paper", query.trusted and key.trusted,
-        torch.float32 if official else out_dtype,
+    form = choose_form(form, q, v, rope, normalizer, query, key, summary_dtype.itemsize)
+    if form == "dual" and fused:
+        q = normalise(q, _pair(fused.get("query_norm"), fused.get("query_norm_eps"))).to(v.dtype)
+        k = normalise(k, _pair(fused.get("key_norm"), fused.get("key_norm_eps"))).to(v.dtype)
+    arguments = (
+        q, k, v, mixing, *(None if part.layout is not None else part.table for part in (query, key)),
+        *(rope or (None, None)), *(key_rope or (None, None)), feature_eps, denominator_eps, normalizer == "paper",
+        query.trusted and key.trusted, torch.float32 if official or (form == "dual" and fused) else out_dtype,
+        query.layout, key.layout, summary_dtype,
     )  # fmt: skip
+    if form == "dual":
+        out, _ = mhla_dual(*arguments)
+        if not fused:
+            return out
+        after = {name: fused.get(name) for name in ("norm_weight", "gate", "gate_bias", "local")}
+        return epilogue(out, norm_eps=fused.get("norm_eps"), **after).to(out_dtype)
+    out, _ = mhla_forward(*arguments, **fused)
     if not official:
         return out
     with torch.autocast(device_type=q.device.type, enabled=False):

@@ -1,8 +1,9 @@
-"""Launches the Triton kernels: output buffers, strides, and the way down when a configuration cannot be compiled or
-takes more than the GPU has."""
+"""Starting kernels: strides, buffers, and the way down when a configuration cannot be compiled or takes more than the
+GPU has."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -11,35 +12,39 @@ import triton
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-from . import fallback
 from .partition import Partition
-from .triton_configs import Config, launch_configs, padded
-from .triton_kernels import pull_back_kernel, read_out_kernel, summarise_kernel
+from .triton_configs import Config, head_parts, launch_configs
 
-__all__ = ["pull_back", "read_out", "summarise"]
+__all__ = [
+    "DOT",
+    "ceil_div",
+    "dot_bits",
+    "launch",
+    "new_rows",
+    "start_first_fitting",
+    "states_configs",
+    "strides_of",
+]
 
-TILES = 4  # token tiles per program of a long block: a program loads its state once for all of them
-_DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "bf16"}
-# Where a kernel stands in its list of configurations: call -> index, past the end plain torch.
+DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "bf16"}
+# Where a kernel stands in its list of configurations: (kernel, device, dtype, dims) -> index, past the end plain torch.
 _step: dict[tuple, int] = {}
 _warned: set[tuple] = set()
 
 
-def launch(kernel, grid: tuple[int, ...], config: Config, *args, **constants) -> None:
+def launch(kernel, grid: tuple[int, ...], config, *args, **constants) -> None:
     """The one place where a kernel starts."""
-    kernel[grid](
-        *args,
-        BN=config.BN,
-        BV=config.BV,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **constants,
-    )
+    kernel[grid](*args, **config._asdict(), **constants)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def _generation(x: torch.Tensor) -> int:
     """Major number of the GPU's compute capability, 0 under the interpreter."""
-    return torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 0
+    return _capability(x.device) if x.is_cuda else 0
 
 
 def _configuration_fails(error: Exception) -> bool:
@@ -73,36 +78,27 @@ def _warn_once(x: torch.Tensor, value_dim: int, outcome: str, error: Exception |
     _warned.add(key)  # last: a warning that was made an error stays one
 
 
-def _start(
-    name: str,
-    x: torch.Tensor,
-    value_dim: int,
-    part: Partition,
-    options: tuple,
-    start: Callable[[Config], None],
+def dot_bits(x: torch.Tensor) -> int:
+    return 16 if x.dtype == torch.bfloat16 else 32
+
+
+def states_configs(name: str, x: torch.Tensor, value_dim: int, part: Partition) -> tuple[Config, ...]:
+    widest = max(sum(head_parts(x.shape[-1])), sum(head_parts(value_dim)))
+    return launch_configs(_generation(x), dot_bits(x), widest, part.block_size, name)
+
+
+def start_first_fitting(
+    name: str, x: torch.Tensor, value_dim: int, configs: tuple, options: tuple, start: Callable
 ) -> bool:
     """Start a kernel with the first configuration that works. False: none does, so plain torch has to do it.
 
     options: what else the kernel is compiled for, so that one variant's failure does not slow the others down.
     """
-    dot_bits = 16 if x.dtype == torch.bfloat16 else 32
-    padded_dim = padded(max(x.shape[-1], value_dim))
-    configs = launch_configs(_generation(x), dot_bits, padded_dim, part.block_size)
-    key = (
-        name,
-        str(x.device),
-        x.dtype,
-        x.shape[-1],
-        value_dim,
-        configs[0],
-        part.block_size > configs[0].BN,
-        options,
-    )
+    key = (name, x.device, x.dtype, x.shape[-1], value_dim, configs[0], options)
     error = None
     for step in range(_step.get(key, 0), len(configs)):
         try:
-            with torch.cuda.device_of(x):  # Triton launches on the current device, x may live on another
-                start(configs[step])
+            start(configs[step])
         except Exception as caught:
             if not _configuration_fails(caught):
                 raise
@@ -117,120 +113,29 @@ def _start(
     return False
 
 
-def _unit_stride(x: torch.Tensor) -> torch.Tensor:
+def unit_stride(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _new(part: Partition, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def ceil_div(length: int, tile: int) -> int:
+    return -(-length // tile)
+
+
+def power_of_two(length: int) -> int:
+    return 1 << (length - 1).bit_length()
+
+
+def strides_of(*tensors: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    """Strides of batch, tokens and heads of all tensors, in units of the second result."""
+    strides = [stride for x in tensors for stride in x.stride()[:3]]
+    step = 1 if any([stride % 8 for stride in strides]) else 8
+    return tuple([stride // step for stride in strides]), step
+
+
+def new_rows(
+    part: Partition, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """A buffer with one row per token; a table that was never checked may leave tokens out, these read as zero."""
     if part.trusted:
         return torch.empty(shape, dtype=dtype, device=device)
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _angles(rope, x: torch.Tensor):
-    # Without a rotation the kernel never reads the two pointers.
-    return (x, x) if rope is None else tuple(angle.float().contiguous() for angle in rope)
-
-
-def _ceil(size: int, step: int) -> int:
-    return -(-size // step)
-
-
-def _tiles(part: Partition, config: Config) -> int:
-    return 1 if part.block_size <= config.BN else TILES
-
-
-def summarise(x, y, part: Partition, rope, feature_eps: float, *, mass: bool, rows=None) -> torch.Tensor:
-    """States `(B, H, M, D * Dv [+ D])` float32 of x (B, N, H, D) and y (B, N, H, Dv).
-
-    mass: append z. rows: (scale of y, weight in z), float32 `(B, N, H)` each.
-    """
-    x, y = _unit_stride(x), _unit_stride(y)
-    batch, _, heads, dim = x.shape
-    value_dim = y.shape[-1]
-    size = dim * value_dim + (dim if mass else 0)
-    state = torch.empty(batch, heads, part.num_blocks, size, dtype=torch.float32, device=x.device)
-    scale, weight = (x, x) if rows is None else rows
-
-    def start(config: Config) -> None:
-        grid = (batch * heads * part.num_blocks, _ceil(value_dim, config.BV))
-        launch(
-            summarise_kernel, grid, config,
-            x, y, part.table, *_angles(rope, x), scale, weight, state,
-            *x.stride()[:3], *y.stride()[:3],
-            part.num_tokens, part.num_blocks, part.block_size, size, heads, feature_eps,
-            D=dim, DV=value_dim, BD=padded(dim), ONE_TILE=part.block_size <= config.BN,
-            HAS_ROPE=rope is not None, HAS_MASS=mass, HAS_ROWS=rows is not None, DOT=_DOT[x.dtype],
-        )  # fmt: skip
-
-    options = (y.dtype, rope is None, mass, rows is None)
-    if not _start("summarise", x, value_dim, part, options, start):
-        return fallback.summarise(x, y, part, rope, feature_eps, mass=mass, rows=rows)
-    return state
-
-
-def read_out(
-    x, state, value_dim: int, part: Partition, rope, feature_eps: float, *, divide: bool, denominator_eps: float,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
-    """`(B, N, H, Dv)` contiguous in out_dtype: phi(x) S, divided by phi(x) . z + denominator_eps if `divide`."""
-    x = _unit_stride(x)
-    batch, tokens, heads, dim = x.shape
-    out = _new(part, (batch, tokens, heads, value_dim), out_dtype, x.device)
-
-    def start(config: Config) -> None:
-        tiles = _tiles(part, config)
-        runs = _ceil(part.block_size, config.BN * tiles)
-        grid = (batch * heads * part.num_blocks, _ceil(value_dim, config.BV), runs)
-        launch(
-            read_out_kernel, grid, config,
-            x, part.table, *_angles(rope, x), state, out,
-            *x.stride()[:3],
-            part.num_tokens, part.num_blocks, part.block_size, state.shape[-1], heads, feature_eps, denominator_eps,
-            D=dim, DV=value_dim, BD=padded(dim), TILES=tiles,
-            HAS_ROPE=rope is not None, DIVIDE=divide, DOT=_DOT[x.dtype],
-        )  # fmt: skip
-
-    if not _start("read_out", x, value_dim, part, (out_dtype, rope is None, divide), start):
-        return fallback.read_out(
-            x, state, value_dim, part, rope, feature_eps,
-            divide=divide, denominator_eps=denominator_eps, out_dtype=out_dtype,
-        )  # fmt: skip
-    return out
-
-
-def pull_back(
-    x, grad, state, part: Partition, rope, feature_eps: float, *, role: str, denominator_eps: float = 0.0
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-    """Gradient of x (B, N, H, D), contiguous in its dtype, from grad (B, N, H, Dv), through phi and the rotation.
-
-    role: "plain" no denominator · "divide" x are queries with one; also returns the row weights (1 / den, d den),
-    float32 `(B, N, H)` each, for `summarise` · "add_mass" x are keys whose z has a gradient, kept in the state's tail.
-    """
-    x, grad = _unit_stride(x), _unit_stride(grad)
-    batch, tokens, heads, dim = x.shape
-    value_dim = grad.shape[-1]
-    dx = _new(part, (batch, tokens, heads, dim), x.dtype, x.device)
-    rows = None
-    if role == "divide":
-        rows = tuple(_new(part, (batch, tokens, heads), torch.float32, x.device) for _ in range(2))
-    scale, weight = (x, x) if rows is None else rows
-
-    def start(config: Config) -> None:
-        tiles = _tiles(part, config)
-        grid = (batch * heads * part.num_blocks, _ceil(part.block_size, config.BN * tiles))
-        launch(
-            pull_back_kernel, grid, config,
-            x, grad, part.table, *_angles(rope, x), state, dx, scale, weight,
-            *x.stride()[:3], *grad.stride()[:3],
-            part.num_tokens, part.num_blocks, part.block_size, state.shape[-1], heads, feature_eps, denominator_eps,
-            D=dim, DV=value_dim, BD=padded(dim), TILES=tiles,
-            HAS_ROPE=rope is not None, DIVIDE=role == "divide", ADD_MASS=role == "add_mass", DOT=_DOT[x.dtype],
-        )  # fmt: skip
-
-    if not _start("pull_back", x, value_dim, part, (grad.dtype, rope is None, role), start):
-        return fallback.pull_back(
-            x, grad, state, part, rope, feature_eps, role=role, denominator_eps=denominator_eps
-        )
-    return dx, rows

@@ -18,8 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from mhla_diffusion.blocks import block_table
 from mhla_diffusion.ops import triton_launch
-from mhla_diffusion.ops.partition import grid_partition
+from mhla_diffusion.ops.partition import grid_partition, table_partition
 from mhla_diffusion.ops.registration import triton_core
 
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes that one program may take
@@ -70,7 +71,7 @@ class Compiler:
 
 
 def attend(
-    dtype, tokens, dim, value_dim=None, *, heads=2, rope=False, normalizer="paper", fused=False
+    dtype, tokens, dim, value_dim=None, *, heads=2, rope=False, normalizer="paper", fused=False, form="states"
 ) -> None:
     """One call, forward and backward. fused: norm, gate or local branch follow, so the core's output is float32."""
     count = tokens[0] * tokens[1]
@@ -80,12 +81,28 @@ def attend(
     turns = (torch.zeros(count, dim // 2),) * 2 if rope else None
     out = triton_core(
         q, k, v, torch.zeros(16, 16), part, part, rope=turns, key_rope=turns, normalizer=normalizer,
-        out_dtype=FLOAT32 if fused else None,
+        out_dtype=FLOAT32 if fused else None, form=form,
     )  # fmt: skip
     out.backward(torch.zeros_like(out))
 
 
+def attend_with_steps(dtype, tokens, dim) -> None:
+    """One forward call with every step fused, and blocks given as a table."""
+    count, heads = tokens[0] * tokens[1], 2
+    q, k, v, gate, local = (torch.zeros(1, count, heads, dim, dtype=dtype) for _ in range(5))
+    part = table_partition("table", block_table(tokens, (4, 4)), count, q.device)
+    turns = (torch.zeros(count, dim // 2),) * 2
+    triton_core(
+        q, k, v, torch.zeros(16, 16), part, part, rope=turns, key_rope=turns, gate=gate, gate_bias=1.0, local=local,
+        query_norm=torch.ones(heads, dim), query_norm_eps=1e-6, key_norm=torch.ones(dim), key_norm_eps=1e-6,
+        norm_weight=torch.ones(dim), norm_eps=1e-6,
+    )  # fmt: skip
+
+
 def a_few() -> None:
+    attend(BFLOAT16, SHORT, 72, form="dual")
+    attend(BFLOAT16, LONG, 72)
+    attend_with_steps(BFLOAT16, LONG, 128)
     attend(BFLOAT16, SHORT, 32, heads=8, fused=True)
     attend(BFLOAT16, LONG, 32, heads=8, fused=True)
     attend(BFLOAT16, LONG, 128, rope=True)
@@ -104,7 +121,10 @@ def every_option(dims: list[int]) -> None:
                 dim in (8, 12) and tokens == LONG
             ):  # rows of one head start at addresses no vector load may take
                 attend(dtype, tokens, dim, heads=1, rope=rope, normalizer=normalizer, fused=fused)
+            if tokens == SHORT and dim <= 128 and not (rope and normalizer == "paper"):
+                attend(dtype, tokens, dim, rope=rope, normalizer=normalizer, fused=fused, form="dual")
     for dtype in (BFLOAT16, FLOAT16, FLOAT32):
+        attend_with_steps(dtype, LONG, 72)
         for dim, value_dim in ((64, 128), (128, 32), (32, 256)):
             attend(dtype, LONG, dim, value_dim, rope=True, fused=True)
 

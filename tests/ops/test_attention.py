@@ -27,7 +27,7 @@ GRID = {"grid": (4, 4), "block_grid": (2, 2)}
         ({"q": zeros().long(), "k": zeros().long(), "v": zeros().long()}, "give float32, bfloat16"),
         ({"k": zeros(dim=4)}, "batch, heads and head dim must be the same"),
         ({"v": zeros(tokens=8)}, "only the last axis may differ"),
-        ({"q": zeros(batch=0), "k": zeros(batch=0), "v": zeros(batch=0)}, "no axis may be empty"),
+        ({"q": zeros(heads=0), "k": zeros(heads=0), "v": zeros(heads=0)}, "only the batch may be empty"),
         ({"mixing": torch.eye(3)}, r"give a float \(4, 4\) or \(2, 4, 4\)"),
         ({"mixing": torch.eye(4).long()}, r"give a float \(4, 4\)"),
         ({"mixing": torch.ones(3, 4, 4)}, "give one matrix or 2"),
@@ -123,3 +123,20 @@ def test_the_released_denominator_takes_other_blocks_queries():
     assert (paper - 1).abs().max() < 1e-5 < 1e-2 < (official - 1).abs().max()
     diagonal = mhla_attention(q, k, v, torch.eye(4), **GRID, normalizer="official")
     assert (diagonal - 1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_an_empty_batch_gives_an_empty_output(device, backend):
+    q = zeros(batch=0).to(device).requires_grad_()
+    mixing = torch.eye(4, device=device, requires_grad=True)
+    out = mhla_attention(q, q, q, mixing, **GRID, backend=backend)
+    assert out.shape == q.shape
+    gradients = torch.autograd.grad(out.sum(), (q, mixing))
+    assert gradients[0].shape == q.shape and (gradients[1] == 0).all()
+
+
+def test_vmap_is_refused_in_one_line():
+    q = torch.randn(3, 1, 16, 2, 8)
+    with pytest.raises(ValueError, match="inside torch.func.vmap: put the mapped axis") as error:
+        torch.func.vmap(lambda x: mhla_attention(x, x, x, torch.eye(4), **GRID))(q)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,96 @@
+"""Time of calls on a GPU or a CPU, by medians over rotating inputs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+__all__ = ["copy_bandwidth", "graphed", "host_milliseconds", "milliseconds", "peak_extra_bytes"]
+
+
+def milliseconds(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int = 30) -> float:
+    """Median time of one call. `calls` do the same on different inputs and take turns, so that caches stay cold.
+
+    On a GPU the calls are queued behind a pause: what is timed is the device's work, without gaps of the host.
+    """
+    for call in (*calls, *calls):
+        call()
+    if device.type != "cuda":
+        times = []
+        for step in range(repeats):
+            start = time.perf_counter()
+            calls[step % len(calls)]()
+            times.append(1e3 * (time.perf_counter() - start))
+        return statistics.median(times)
+    times = []
+    group = 10
+    start = time.perf_counter()
+    calls[0]()
+    # Some 2 GHz, half as long again as the host needs to queue a group.
+    pause = int(2e9 * max(2e-3, 1.5 * group * (time.perf_counter() - start)))
+    for first in range(0, repeats, group):
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(pause)  # the host is done queueing before the device starts
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(group)]
+        for step, (start, end) in enumerate(events, first):
+            start.record()
+            calls[step % len(calls)]()
+            end.record()
+        torch.cuda.synchronize(device)
+        times += [start.elapsed_time(end) for start, end in events]
+    return statistics.median(times)
+
+
+def host_milliseconds(call: Callable[[], object], device: torch.device, repeats: int = 20) -> float:
+    """Median time the host needs to issue a call, without waiting for the device."""
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def graphed(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph's replay, on the inputs that it was captured with."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = call()
+
+    def replay() -> object:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def peak_extra_bytes(call: Callable[[], torch.Tensor], device: torch.device) -> int | None:
+    """Most memory that a call holds at once, beyond what was there and the tensor that it returns."""
+    if device.type != "cuda":
+        return None
+    call()
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    out = call()
+    torch.cuda.synchronize(device)
+    size = out.numel() * out.element_size() if isinstance(out, torch.Tensor) else 0
+    return torch.cuda.max_memory_allocated(device) - before - size
+
+
+def copy_bandwidth(device: torch.device, megabytes: int = 1024) -> float:
+    """Bytes read and written per second by a large copy: the ceiling of what only moves memory."""
+    source = torch.empty(megabytes << 18, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / (1e-3 * milliseconds([lambda: target.copy_(source)], device, 10))
