@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -160,10 +162,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, help="CPU threads of torch (its own choice by default)")
     parser.add_argument("--backward", action="store_true", help="time forward plus backward as well")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    operator_vs_sdpa(
+    result = operator_vs_sdpa(
         options.grid,
         options.block_grid,
         heads=options.heads,
@@ -174,6 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         backward=options.backward,
         repeats=options.repeats,
     )
+    if options.out:
+        options.out.write_text(json.dumps({**result, "threads": torch.get_num_threads()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -289,7 +289,12 @@ class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
         # `from_pretrained` leaves what the checkpoint lacks on the meta device: loading a stock SANA would
         # give mixing matrices without values. This is where they get their documented start.
         loaded = super()._load_pretrained_model(model, *args, **kwargs)
-        missing = loaded[1]
+        missing, unexpected = loaded[1], loaded[2]
+        if unexpected:  # Diffusers drops them with a log line, and the model then draws something else
+            raise ValueError(
+                f"the checkpoint holds {len(unexpected)} weights that this {cls.__name__} configuration has no place "
+                f"for ({', '.join(sorted(unexpected)[:3])}, ...): load it with the config.json that it was saved with"
+            )
         lost = loaded[0].initialise_new_weights(missing)
         if lost:
             raise ValueError(

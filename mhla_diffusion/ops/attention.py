@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 
@@ -184,8 +185,10 @@ def mhla_attention(
         raise ValueError(f"normalizer={normalizer!r}: choose one of {', '.join(NORMALIZERS)}")
     if denominator_eps is None:
         denominator_eps = 1e-6 if normalizer == "official" else 0.0
-    if feature_eps < 0 or denominator_eps < 0:
-        raise ValueError(f"feature_eps={feature_eps}, denominator_eps={denominator_eps}: both must be >= 0")
+    if not all(math.isfinite(eps) and eps >= 0 for eps in (feature_eps, denominator_eps)):
+        raise ValueError(
+            f"feature_eps={feature_eps}, denominator_eps={denominator_eps}: both must be finite and >= 0"
+        )
     if normalizer != "none" and feature_eps == 0 and denominator_eps == 0:
         raise ValueError(
             "feature_eps=0 with denominator_eps=0: a query without any active feature would be 0/0; "

@@ -135,6 +135,14 @@ def test_a_checkpoint_without_the_shared_weights_is_refused(tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("given", [{"num_layers": 1}, {"mhla_gate": False}, {"mhla_layers": []}])
+def test_weights_without_a_place_are_refused_not_dropped(tmp_path, given):
+    model(**EVERYTHING).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="has no place for") as caught:
+        MHLASanaTransformer2DModel.from_pretrained(tmp_path, **given)
+    assert "\n" not in str(caught.value)
+
+
 def test_the_mixing_stays_in_float32_in_a_half_precision_model(tmp_path):
     ours = model()
     expected = run(ours)
