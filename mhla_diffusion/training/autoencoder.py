@@ -50,7 +50,10 @@ def augment(rgba: Tensor, generator: torch.Generator) -> Tensor:
     the composed pictures. Colours are premultiplied before resampling: straight alpha would bleed at the edges.
     """
     batch, device = rgba.shape[0], rgba.device
-    rand = lambda *shape: torch.rand(*shape, device=device, generator=generator)  # noqa: E731
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(*shape, device=device, generator=generator)
+
     pixels = rgba.float() / 255
     pixels = torch.cat([pixels[:, :3] * pixels[:, 3:], pixels[:, 3:]], 1)
 
@@ -201,6 +204,5 @@ def run(recipe_path: str, overrides: list[str] | None = None, device: str | None
     recipe = read_table(recipe_path, AutoencoderRecipe, overrides or [])
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     train, val = (load_sprites(recipe.data, splits=[name]) for name in ("train", "val"))
-    to_channels_first = lambda pixels: torch.as_tensor(pixels).permute(0, 3, 1, 2).contiguous()  # noqa: E731
-    white = on_white(to_channels_first(val.rgba))
-    return train_autoencoder(recipe, to_channels_first(train.rgba), white, device)
+    sprites, unseen = (torch.as_tensor(part.rgba).permute(0, 3, 1, 2).contiguous() for part in (train, val))
+    return train_autoencoder(recipe, sprites, on_white(unseen), device)
