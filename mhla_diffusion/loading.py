@@ -5,6 +5,8 @@ Everything is checked before torch or Diffusers is imported, so what is missing 
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .weights import DEFAULT_PIPELINE, find_pipeline, known_pipelines, read_json
@@ -157,3 +159,21 @@ def what_there_is(given: Path) -> str:
     found = {name: str(folder) for name, folder in known_pipelines().items()}
     found |= {str(path.parent): "" for path in sorted(given.absolute().parent.glob("*/model_index.json"))}
     return f"; found: {', '.join(found)}" if found else ""
+
+
+@contextmanager
+def no_library_bars() -> Iterator[None]:
+    """Without the libraries' own progress bars, which loading and saving show and which break the caller's."""
+    import diffusers
+    import transformers
+
+    libraries = [
+        log for log in (diffusers.utils.logging, transformers.utils.logging) if log.is_progress_bar_enabled()
+    ]
+    for library in libraries:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in libraries:
+            library.enable_progress_bar()

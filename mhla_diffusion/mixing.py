@@ -17,7 +17,16 @@ from torch import nn
 
 from .blocks import block_distances
 
-__all__ = ["BlockMixing", "INITS", "NORMALIZATIONS", "clip_mixings", "initial_mixing", "interpolate_mixing"]
+__all__ = [
+    "BlockMixing",
+    "INITS",
+    "NORMALIZATIONS",
+    "clip_mixings",
+    "initial_mixing",
+    "interpolate_mixing",
+    "learnable_mixings",
+    "mean_occupancy",
+]
 
 INITS = ("linear", "cos", "exp", "gaussian", "local", "uniform")
 NORMALIZATIONS = ("row", "column", "none")
@@ -207,12 +216,7 @@ class BlockMixing(nn.Module):
         A row that would become empty keeps its largest entry at 1/M: an empty row has no output and no denominator.
         Never waits for the device.
         """
-        weight = self.weight
-        clipped = weight.clamp(0.0, 1.0)
-        columns = torch.arange(weight.shape[-1], device=weight.device)
-        largest = (columns == weight.argmax(dim=-1, keepdim=True)).to(weight.dtype)
-        empty = clipped.sum(dim=-1, keepdim=True) <= 0
-        weight.copy_(torch.where(empty, largest / weight.shape[-1], clipped))
+        self.weight.copy_(_clipped(self.weight))
         return self
 
     @torch.no_grad()
@@ -240,16 +244,34 @@ class BlockMixing(nn.Module):
         return f"block_grid={self.block_grid}{heads}, init={self.init!r}{frozen}"
 
 
-def clip_mixings(module: nn.Module) -> torch.Tensor | None:
-    """Clip every learnable `BlockMixing` inside a module; frozen ones are left as they are.
+def _clipped(weight: torch.Tensor) -> torch.Tensor:
+    """`(..., M, M)` coefficients in [0, 1]; a row that would be empty keeps its largest entry at 1/M."""
+    clipped = weight.clamp(0.0, 1.0)
+    columns = torch.arange(weight.shape[-1], device=weight.device)
+    largest = (columns == weight.argmax(dim=-1, keepdim=True)).to(weight.dtype)
+    empty = clipped.sum(dim=-1, keepdim=True) <= 0
+    return torch.where(empty, largest / weight.shape[-1], clipped)
 
-    Returns the mean `occupancy` (0-dim tensor, no wait for the device) over those with more than one block, or None
-    when there are none: a single block's coefficient is 1 from the start, which says nothing.
+
+def learnable_mixings(module: nn.Module) -> list[BlockMixing]:
+    """Every `BlockMixing` inside a module that trains."""
+    return [m for m in module.modules() if isinstance(m, BlockMixing) and m.weight.requires_grad]
+
+
+@torch.no_grad()
+def clip_mixings(mixings: Sequence[BlockMixing]) -> None:
+    """`clip_` for all of them; matrices of one shape go together, which is a few launches instead of some per layer."""
+    same_shape: dict[tuple, list[torch.Tensor]] = {}
+    for mixing in mixings:
+        same_shape.setdefault((mixing.weight.shape, mixing.weight.device), []).append(mixing.weight)
+    for weights in same_shape.values():
+        torch._foreach_copy_(weights, list(_clipped(torch.stack(weights)).unbind()))
+
+
+def mean_occupancy(mixings: Sequence[BlockMixing]) -> torch.Tensor | None:
+    """Mean `occupancy` (0-dim tensor, no wait for the device) over those with more than one block.
+
+    None when there are none: a single block's coefficient is 1 from the start, which says nothing.
     """
-    occupancies = []
-    for child in module.modules():
-        if isinstance(child, BlockMixing) and child.weight.requires_grad:
-            child.clip_()
-            if child.num_blocks > 1:
-                occupancies.append(child.occupancy())
+    occupancies = [mixing.occupancy() for mixing in mixings if mixing.num_blocks > 1]
     return torch.stack(occupancies).mean() if occupancies else None

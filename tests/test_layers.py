@@ -16,6 +16,7 @@ RANK = {
     "mixing": 0,
     "weights": 0,
     "provenance": 0,
+    "folders": 0,
     "ops": 1,
     "attention": 2,
     "models": 3,

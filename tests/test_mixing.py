@@ -1,5 +1,6 @@
 """The coefficient matrix: initialisation, interpolation, clipping, precision."""
 
+import copy
 import math
 
 import pytest
@@ -14,6 +15,8 @@ from mhla_diffusion.mixing import (
     clip_mixings,
     initial_mixing,
     interpolate_mixing,
+    learnable_mixings,
+    mean_occupancy,
 )
 
 
@@ -153,10 +156,24 @@ def test_clip_mixings_leaves_frozen_ones_alone_and_reports_the_mean():
     with torch.no_grad():
         for mixing in model:
             mixing.weight.fill_(-0.5)
-    occupancy = clip_mixings(model)
+    mixings = learnable_mixings(model)
+    clip_mixings(mixings)
+    occupancy = mean_occupancy(mixings)
     assert occupancy.ndim == 0 and occupancy.item() == pytest.approx(12 / 16)
     assert model[1].weight.item() == 1.0 and (model[2].weight == -0.5).all()
-    assert clip_mixings(torch.nn.Linear(2, 2)) is None
+    assert learnable_mixings(torch.nn.Linear(2, 2)) == [] and mean_occupancy([]) is None
+
+
+def test_clipping_together_equals_clipping_each():
+    torch.manual_seed(0)
+    mixings = [BlockMixing((2, 2), num_heads=heads) for heads in (None, 3, None, 3)]
+    with torch.no_grad():
+        for mixing in mixings:
+            mixing.weight.uniform_(-1.5, 1.0)
+            mixing.weight[..., 0, :] -= 2  # a row that would be empty
+    expected = [copy.deepcopy(mixing).clip_().weight for mixing in mixings]
+    clip_mixings(mixings)
+    assert all(torch.equal(mixing.weight, weight) for mixing, weight in zip(mixings, expected, strict=True))
 
 
 def test_loading_never_clips():

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FEATURE_SIZE = 1280
 INPUT_SIZE = 128  # pixels; 64-px pictures are enlarged to this, so that the deepest map is still 4x4
 
 

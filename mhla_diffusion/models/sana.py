@@ -10,8 +10,8 @@ from torch import nn
 
 from ..attention import MHLASanaAttention, SanaSelfAttention, SoftmaxSanaAttention
 from ..mixing import INITS, NORMALIZATIONS
+from ..ops.attention import NORMALIZERS
 
-NORMALIZERS = ("paper", "none", "official")
 OTHER_LAYERS = ("stock", "softmax")
 
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from PIL import Image
 from tqdm import tqdm
 
+from mhla_diffusion.folders import check_writable
 from mhla_diffusion.loading import check_layout
 from mhla_diffusion.pipelines.pictures import contact_sheet, read_settings, save_picture, write_atomically
 from mhla_diffusion.pipelines.requests import (
     Request,
     check_numbers,
     check_prompts,
-    check_writable,
     match_seeds,
 )
 from mhla_diffusion.weights import DEFAULT_PIPELINE, find_pipeline, fingerprint

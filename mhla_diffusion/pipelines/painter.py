@@ -1,18 +1,15 @@
 """A loaded pipeline that draws requests, and the settings that each picture is stored with."""
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-import transformers
 from diffusers import SanaPipeline
 from PIL import Image
 
-from mhla_diffusion.loading import load_pipeline
+from mhla_diffusion.loading import load_pipeline, no_library_bars
 from mhla_diffusion.pipelines.requests import Request, check_size
 from mhla_diffusion.pipelines.sana import BINNED_SAMPLE_SIZES, FiniteWatch, MHLASanaPipeline
 from mhla_diffusion.provenance import versions
@@ -29,7 +26,7 @@ class Painter:
 
     def __init__(self, folder: Path, sha256: str, device: torch.device, dtype: str):
         self.folder, self.sha256, self.device, self.dtype = folder, sha256, device, dtype
-        with quiet_loading():
+        with no_library_bars():
             self.pipe = load_pipeline(folder, dtype=DTYPES[dtype]).to(device)
         if not isinstance(self.pipe, SanaPipeline):
             raise ValueError(
@@ -90,21 +87,6 @@ class Painter:
             "device": torch.cuda.get_device_name(self.device) if on_gpu else self.device.type,
             "versions": versions(("mhla_diffusion", "torch", "diffusers", "transformers")),
         }
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Without the libraries' own progress bars, of which loading a pipeline shows several a second."""
-    libraries = [
-        log for log in (diffusers.utils.logging, transformers.utils.logging) if log.is_progress_bar_enabled()
-    ]
-    for library in libraries:
-        library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for library in libraries:
-            library.enable_progress_bar()
 
 
 def call_defaults(pipe: SanaPipeline) -> dict[str, Any]:

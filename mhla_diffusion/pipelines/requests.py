@@ -4,7 +4,6 @@ import json
 import math
 import numbers
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,22 +112,6 @@ def check_prompts(prompts: Sequence[str]) -> None:
         raise ValueError(f"prompts is {prompts!r}: give a list of strings, one for each picture")
     if not any(prompt.strip() for prompt in prompts):
         raise ValueError('no prompt given: for example mhla generate "a 3D emoji of a red apple"')
-
-
-def check_writable(path: Path, option: str) -> None:
-    """Raise ValueError unless something can be written into the folder `path`; leaves nothing there."""
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        raise ValueError(f"cannot write into {path}: {existing} is a file; give another folder with {option}")
-    try:
-        # Permission bits do not tell root, a full disk, or a file system that takes no files.
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"cannot write into {path}: {existing} takes no files ({error.strerror}); "
-            f"give another folder with {option}"
-        ) from None
 
 
 def check_numbers(steps: int | None, guidance: float | None, batch_size: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import json
@@ -12,23 +11,11 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from mhla_diffusion.loading import no_library_bars
+
 from .config import ModelConfig, Recipe
 from .randomness import derived_seed
 from .recipe import check_model_table, constructor_fields
-
-
-@contextlib.contextmanager
-def quiet():
-    """No progress bars of transformers inside: they would break the one of the run."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def diffusers_class(name: str):
@@ -61,7 +48,7 @@ def _load(folder: Path, part: str, hint: str = ""):
         import transformers
 
         cls = getattr(transformers, facts["architectures"][0])
-        with quiet():
+        with no_library_bars():
             return cls.from_pretrained(path, dtype=torch.float32)
     cls = diffusers_class(facts["_class_name"])
     if part == "scheduler":

@@ -13,8 +13,10 @@ import torch
 from PIL import Image
 from torch import nn
 
+from mhla_diffusion.loading import no_library_bars
+
 from .checkpoint import write_folder
-from .components import Components, quiet
+from .components import Components
 from .config import Recipe, SampleConfig
 from .ema import EMA
 from .randomness import generator
@@ -50,7 +52,7 @@ def export_pipeline(target: Path, parts: Components, ema: EMA, recipe: Recipe) -
             shutil.rmtree(folder / part)
             shutil.copytree(parts.base / part, folder / part)
 
-    with quiet():
+    with no_library_bars():
         write_folder(target, fill)
 
 
@@ -69,7 +71,7 @@ def export_continue(target: Path, parts: Components, ema: EMA, recipe: Recipe, s
             save(folder / "ema")
         (folder / "continue.json").write_text(json.dumps({"step": step, "run": recipe.run.name}))
 
-    with quiet():
+    with no_library_bars():
         write_folder(target, fill)
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from mhla_diffusion.mixing import clip_mixings
+from mhla_diffusion.mixing import clip_mixings, mean_occupancy
 
 from .checkpoint import list_checkpoints, optimizer_tensors, prune, write_checkpoint
 from .config import Recipe
@@ -149,14 +149,13 @@ class _Training(Session):
         self.optimizer.found_inf = (~torch.isfinite(norm)).float()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        occupancy = clip_mixings(self.module.transformer)
+        clip_mixings(self.mixings)
         self.ema.update(step)
 
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
         self.bad_step = torch.where(bad & (self.bad_step < 0), float(step + 1), self.bad_step)
         self.loss_sum += loss
         self.norm_sum += norm
-        self.occupancy = occupancy
         self.window_steps += 1
 
     def _due(self, step: int) -> bool:
@@ -187,11 +186,12 @@ class _Training(Session):
     def _reset_window(self) -> None:
         self.loss_sum = torch.zeros((), device=self.device)
         self.norm_sum = torch.zeros((), device=self.device)
-        self.occupancy, self.window_steps, self.window_began = None, 0, time.perf_counter()
+        self.window_steps, self.window_began = 0, time.perf_counter()
 
     def _read(self, step: int, bar: tqdm) -> None:
         """The one host synchronisation: stops on a bad step, else logs the window."""
-        occupancy = self.loss_sum.new_tensor(float("nan")) if self.occupancy is None else self.occupancy
+        occupancy = mean_occupancy(self.mixings)
+        occupancy = self.loss_sum.new_tensor(float("nan")) if occupancy is None else occupancy
         values = torch.stack([self.loss_sum, self.norm_sum, occupancy, self.bad_step]).double()
         rows = self.accelerator.gather(values[None]).tolist()  # one row a process
         bad = [int(row[3]) for row in rows if row[3] >= 0]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import tempfile
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
+
+from mhla_diffusion.folders import check_writable
+from mhla_diffusion.mixing import learnable_mixings
 
 from .checkpoint import find_checkpoint, list_checkpoints, load_optimizer_tensors, read_checkpoint
 from .components import build_components, read_weights
@@ -65,22 +67,6 @@ def compile_model(model: torch.nn.Module, scope: str) -> None:
         part.compile()
 
 
-def check_writable(folder: Path) -> None:
-    """ValueError when `folder` could not be made; leaves nothing, as a later mistake may still stop the run."""
-    place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    try:
-        with tempfile.TemporaryFile(
-            dir=place
-        ):  # permission bits do not tell root, nor whether the disk is full
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"cannot write to {folder} ({place}: {error.strerror}); choose another run.out"
-        ) from None
-
-
 class Session:
     """Everything a run needs, built from its recipe and put at the step to start from."""
 
@@ -106,7 +92,7 @@ class Session:
         self.accelerator = start_accelerator(recipe)
         self.device = self.accelerator.device
         self.main = self.accelerator.is_main_process
-        check_writable(self.checkpoints)
+        check_writable(self.checkpoints, "run.out")
         self.parts = build_components(recipe)
         self._build_data()
         self._build_model()
@@ -129,6 +115,7 @@ class Session:
     def _build_model(self) -> None:
         recipe, parts = self.recipe, self.parts
         trainable(parts.transformer, recipe.model.train)
+        self.mixings = learnable_mixings(parts.transformer)
         parts.text_encoder.requires_grad_(recipe.model.train_text_encoder)
         self.module = FlowLoss(
             parts.transformer, parts.text_encoder if recipe.model.train_text_encoder else None

@@ -94,7 +94,7 @@ def test_other_pictures_are_refused_on_resume(recipe_file, pictures, tmp_path):
 def test_unwritable_output_folder(recipe_file, tmp_path):
     (tmp_path / "file").write_text("")
     for out in (f"{tmp_path}/file/x", "/proc/somewhere/new"):  # the second refuses even root
-        with pytest.raises(ValueError, match="cannot write to .*choose another run.out"):
+        with pytest.raises(ValueError, match="cannot write into .*give another folder with run.out"):
             run(recipe_file(), [f"run.out={out}"])
 
 
