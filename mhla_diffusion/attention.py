@@ -13,7 +13,13 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
-from diffusers.models.attention_processor import Attention
+from diffusers.models.attention_processor import (
+    Attention,
+    PAGCFGIdentitySelfAttnProcessor2_0,
+    PAGCFGSanaLinearAttnProcessor2_0,
+    PAGIdentitySanaLinearAttnProcessor2_0,
+    PAGIdentitySelfAttnProcessor2_0,
+)
 from torch import nn
 
 from .blocks import effective_block_grid
@@ -22,6 +28,15 @@ from .ops import mhla_attention
 
 # SiLU(GATE_SHIFT) = 1: a gate whose projection is zero changes nothing, and weight decay pulls it there.
 GATE_SHIFT = 1.2784645
+
+# What perturbed-attention guidance puts into a layer while it draws (at first, and by default after another choice
+# of layers), and of how many parts of the batch the last one is perturbed.
+PERTURBED_PARTS = {
+    PAGCFGSanaLinearAttnProcessor2_0: 3,
+    PAGCFGIdentitySelfAttnProcessor2_0: 3,
+    PAGIdentitySanaLinearAttnProcessor2_0: 2,
+    PAGIdentitySelfAttnProcessor2_0: 2,
+}
 
 
 class OutputScale(nn.Module):
@@ -147,7 +162,29 @@ class SanaSelfAttention(Attention):
                 f"{type(self).__name__} is a self-attention over whole blocks: it takes neither "
                 "encoder_hidden_states nor attention_mask"
             )
-        return self.processor(self, hidden_states, grid=grid)
+        parts = PERTURBED_PARTS.get(type(self.processor))
+        if parts is None:
+            return self.processor(self, hidden_states, grid=grid)
+        perturbed = hidden_states.shape[0] // parts
+        attended = self._processor_class()(self, hidden_states[:-perturbed], grid=grid)
+        return torch.cat((attended, self.identity(hidden_states[-perturbed:], grid)))
+
+    def identity(self, hidden_states: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+        """The output if every token attended to itself alone: what perturbed-attention guidance leads away from."""
+        value = self.to_v(hidden_states).unflatten(-1, (self.heads, -1))
+        return self.project_out(self.finish(self.normed(value), hidden_states, value, grid))
+
+    def normed(self, output: torch.Tensor) -> torch.Tensor:
+        """The core's output `(B, N, H, D)` behind the output norm, if there is one."""
+        return output
+
+    def finish(
+        self, output: torch.Tensor, hidden_states: torch.Tensor, value: torch.Tensor, grid: tuple[int, int]
+    ) -> torch.Tensor:
+        """The core's output `(B, N, H, D)` times the gate, plus the local convolution of V."""
+        gate, local = self.gate_of(hidden_states), self.local_of(value, grid)
+        output = output if gate is None else output * gate
+        return output if local is None else output + local
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each `(B, N, H, D)`."""
@@ -217,12 +254,7 @@ class SoftmaxSanaAttnProcessor:
     ) -> torch.Tensor:
         query, key, value = attn.project(hidden_states)
         output = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
-        gate, local = attn.gate_of(hidden_states), attn.local_of(value, grid)
-        if gate is not None:
-            output = output * gate
-        if local is not None:
-            output = output + local
-        return attn.project_out(output)
+        return attn.project_out(attn.finish(output, hidden_states, value, grid))
 
 
 class MHLASanaAttention(SanaSelfAttention):
@@ -271,6 +303,11 @@ class MHLASanaAttention(SanaSelfAttention):
             learnable=mixing_learnable,
         )
         self.norm_out = OutputScale(dim_head) if norm_out else None
+
+    def normed(self, output: torch.Tensor) -> torch.Tensor:
+        if self.norm_out is None:
+            return output
+        return F.rms_norm(output, output.shape[-1:], self.norm_out().to(output.dtype), 1e-6)
 
 
 class SoftmaxSanaAttention(SanaSelfAttention):
