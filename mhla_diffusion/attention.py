@@ -72,13 +72,14 @@ class NeutralConv2d(nn.Conv2d):
         self.bias.zero_()
 
 
-class SanaSelfAttention(Attention):
-    """Projections, gate and local convolution of a SANA self-attention; the subclasses add the core.
+class GridSelfAttention(Attention):
+    """Projections, gate and local convolution of a self-attention over a token grid; the subclasses add the core.
 
     Args:
         query_dim: channels C of the tokens.
         heads, dim_head: H and D.
         qk_norm, dropout, bias: as in the stock `Attention`.
+        norm_in: LayerNorm with weight and bias of the tokens before the projections, as in the released DiT code.
         gate: multiply the core's output by `SiLU(to_gate(x) + 1.2784645)`; 1 at first.
         local_conv: odd kernel size of a depthwise convolution on V, added behind the gate (0 at first), or
             None for no convolution.
@@ -86,7 +87,7 @@ class SanaSelfAttention(Attention):
 
     _processor_class: type
     # New modules by name; each has `reset_parameters`, which writes its documented start.
-    _new_modules = ("to_gate", "local_conv")
+    _new_modules = ("norm_in", "to_gate", "local_conv")
 
     def __init__(
         self,
@@ -97,6 +98,7 @@ class SanaSelfAttention(Attention):
         qk_norm: str | None = None,
         dropout: float = 0.0,
         bias: bool = False,
+        norm_in: bool = False,
         gate: bool = False,
         local_conv: int | None = None,
     ):
@@ -115,6 +117,7 @@ class SanaSelfAttention(Attention):
                 f"local_conv={local_conv!r}: give an odd kernel size such as 3, or None for no convolution"
             )
         inner_dim = heads * dim_head
+        self.norm_in = nn.LayerNorm(query_dim) if norm_in else None
         self.to_gate = NeutralLinear(query_dim, inner_dim) if gate else None
         self.local_conv = (
             NeutralConv2d(inner_dim, inner_dim, local_conv, padding=local_conv // 2, groups=inner_dim)
@@ -122,7 +125,7 @@ class SanaSelfAttention(Attention):
             else None
         )
 
-    def adopt(self, stock: Attention) -> "SanaSelfAttention":
+    def adopt(self, stock: Attention) -> "GridSelfAttention":
         """Use the projections and norms of a stock attention (the very modules) in place of the own ones."""
         for name in ("to_q", "to_k", "to_v", "to_out", "norm_q", "norm_k"):
             setattr(self, name, getattr(stock, name))
@@ -162,6 +165,8 @@ class SanaSelfAttention(Attention):
                 f"{type(self).__name__} is a self-attention over whole blocks: it takes neither "
                 "encoder_hidden_states nor attention_mask"
             )
+        if self.norm_in is not None:
+            hidden_states = self.norm_in(hidden_states)
         parts = PERTURBED_PARTS.get(type(self.processor))
         if parts is None:
             return self.processor(self, hidden_states, grid=grid)
@@ -188,7 +193,10 @@ class SanaSelfAttention(Attention):
 
     def project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values, each `(B, N, H, D)`."""
-        query, key, value = self.to_q(hidden_states), self.to_k(hidden_states), self.to_v(hidden_states)
+        if self.fused_projections:
+            query, key, value = self.to_qkv(hidden_states).chunk(3, dim=-1)
+        else:
+            query, key, value = self.to_q(hidden_states), self.to_k(hidden_states), self.to_v(hidden_states)
         if self.norm_q is not None:
             query = self.norm_q(query)
         if self.norm_k is not None:
@@ -196,11 +204,14 @@ class SanaSelfAttention(Attention):
         # Under autocast the norms return float32; the core wants one dtype.
         return tuple(x.to(value.dtype).unflatten(-1, (self.heads, -1)) for x in (query, key, value))
 
+    def gate_before_activation(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """`to_gate(x)`, `(B, N, H, D)`; None without a gate."""
+        return None if self.to_gate is None else self.to_gate(hidden_states).unflatten(-1, (self.heads, -1))
+
     def gate_of(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """What the core's output is multiplied by, `(B, N, H, D)`; None without a gate."""
-        if self.to_gate is None:
-            return None
-        return F.silu(self.to_gate(hidden_states) + GATE_SHIFT).unflatten(-1, (self.heads, -1))
+        gate = self.gate_before_activation(hidden_states)
+        return None if gate is None else F.silu(gate + GATE_SHIFT)
 
     def local_of(self, value: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor | None:
         """What the local convolution of V `(B, N, H, D)` adds, in the same shape; None without one."""
@@ -217,14 +228,15 @@ class SanaSelfAttention(Attention):
         return hidden_states
 
 
-class MHLASanaAttnProcessor:
-    """Runs `mhla_attention` on the weights of an `MHLASanaAttention`; holds nothing itself."""
+class MHLAAttnProcessor:
+    """Runs `mhla_attention` on the weights of an `MHLASelfAttention`; holds nothing itself."""
 
     def __call__(
-        self, attn: "MHLASanaAttention", hidden_states: torch.Tensor, grid: tuple[int, int]
+        self, attn: "MHLASelfAttention", hidden_states: torch.Tensor, grid: tuple[int, int]
     ) -> torch.Tensor:
         query, key, value = attn.project(hidden_states)
         block_grid = effective_block_grid(grid, attn.block_grid)
+        gate = attn.gate_before_activation(hidden_states)
         output = mhla_attention(
             query,
             key,
@@ -236,31 +248,32 @@ class MHLASanaAttnProcessor:
             normalizer=attn.normalizer,
             denominator_eps=attn.denominator_eps,
             norm_weight=attn.norm_out() if attn.norm_out is not None else None,
-            gate=attn.gate_of(hidden_states),
+            gate=gate,
+            gate_bias=None if gate is None else GATE_SHIFT,
             local=attn.local_of(value, grid),
             backend=attn.backend,
         )
         return attn.project_out(output)
 
 
-class SoftmaxSanaAttnProcessor:
+class SoftmaxAttnProcessor:
     """Softmax attention with the same gate and local convolution, for comparisons; holds no weights."""
 
     # `model.set_attention_backend("flash")` looks for this attribute and sets it.
     _attention_backend = None
 
     def __call__(
-        self, attn: "SoftmaxSanaAttention", hidden_states: torch.Tensor, grid: tuple[int, int]
+        self, attn: "SoftmaxSelfAttention", hidden_states: torch.Tensor, grid: tuple[int, int]
     ) -> torch.Tensor:
         query, key, value = attn.project(hidden_states)
         output = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
         return attn.project_out(attn.finish(output, hidden_states, value, grid))
 
 
-class MHLASanaAttention(SanaSelfAttention):
-    """Multi-head linear attention over token blocks (arXiv 2601.07832, Sec. 3) in SANA's self-attention slot.
+class MHLASelfAttention(GridSelfAttention):
+    """Multi-head linear attention over token blocks (MHLA, arXiv 2601.07832, Sec. 3).
 
-    Args (besides those of `SanaSelfAttention`):
+    Args (besides those of `GridSelfAttention`):
         block_grid: blocks per axis, (rows, columns). M is their product. A grid with fewer tokens than blocks
             on an axis uses one block per token there, with the mixing matrix interpolated.
         feature_eps, normalizer, denominator_eps: see `mhla_attention`.
@@ -269,8 +282,8 @@ class MHLASanaAttention(SanaSelfAttention):
         per_head_mixing: one matrix for each head, `(H, M, M)`, instead of one `(M, M)`.
     """
 
-    _processor_class = MHLASanaAttnProcessor
-    _new_modules = ("mixing", "to_gate", "local_conv", "norm_out")
+    _processor_class = MHLAAttnProcessor
+    _new_modules = ("mixing", "norm_in", "to_gate", "local_conv", "norm_out")
 
     def __init__(
         self,
@@ -310,7 +323,23 @@ class MHLASanaAttention(SanaSelfAttention):
         return F.rms_norm(output, output.shape[-1:], self.norm_out().to(output.dtype), 1e-6)
 
 
-class SoftmaxSanaAttention(SanaSelfAttention):
-    """Softmax attention in SANA's self-attention slot: the comparison partner of `MHLASanaAttention`."""
+class SoftmaxSelfAttention(GridSelfAttention):
+    """Softmax attention with the same projections and options: the comparison partner of `MHLASelfAttention`."""
 
-    _processor_class = SoftmaxSanaAttnProcessor
+    _processor_class = SoftmaxAttnProcessor
+
+
+class MHLASanaAttention(MHLASelfAttention):
+    """MHLA in SANA's self-attention slot."""
+
+
+class SoftmaxSanaAttention(SoftmaxSelfAttention):
+    """Softmax attention in SANA's self-attention slot."""
+
+
+class MHLADiTAttention(MHLASelfAttention):
+    """MHLA in DiT's self-attention slot; `bias` is usually on there."""
+
+
+class SoftmaxDiTAttention(SoftmaxSelfAttention):
+    """Softmax attention in DiT's self-attention slot, with the gate and local convolution that MHLA can have."""

@@ -9,8 +9,8 @@ from diffusers.models.attention_processor import Attention, AttnProcessor2_0, Sa
 
 from mhla_diffusion.attention import (
     GATE_SHIFT,
+    MHLAAttnProcessor,
     MHLASanaAttention,
-    MHLASanaAttnProcessor,
     SoftmaxSanaAttention,
 )
 from mhla_diffusion.mixing import interpolate_mixing
@@ -143,11 +143,11 @@ def test_half_precision_is_finite_and_close():
 def test_a_foreign_processor_is_refused_and_nothing_changes():
     attention = mhla()
     for foreign in (AttnProcessor2_0(), SanaLinearAttnProcessor2_0(), object()):
-        with pytest.raises(ValueError, match="MHLASanaAttnProcessor only") as caught:
+        with pytest.raises(ValueError, match="MHLAAttnProcessor only") as caught:
             attention.set_processor(foreign)
         assert "\n" not in str(caught.value)
-    assert type(attention.processor) is MHLASanaAttnProcessor
-    attention.set_processor(MHLASanaAttnProcessor())
+    assert type(attention.processor) is MHLAAttnProcessor
+    attention.set_processor(MHLAAttnProcessor())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from accelerate import init_empty_weights
 from diffusers import DiffusionPipeline, ModelMixin, SanaTransformer2DModel
 from torch import nn
 
-from .sana import MHLASanaTransformer2DModel, check_block_grid, check_layers
+from .options import check_block_grid, check_layers
+from .sana import MHLASanaTransformer2DModel
 
 # Stock SANA's numerics: plain relu features and this denominator, so one block equals the stock attention.
 SANA_FEATURE_EPS = 0.0

@@ -8,11 +8,8 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
 from torch import nn
 
-from ..attention import MHLASanaAttention, SanaSelfAttention, SoftmaxSanaAttention
-from ..mixing import INITS, NORMALIZATIONS
-from ..ops.attention import NORMALIZERS
-
-OTHER_LAYERS = ("stock", "softmax")
+from ..attention import GridSelfAttention, MHLASanaAttention, SoftmaxSanaAttention
+from .mixin import MHLAModelMixin
 
 
 class MHLASanaTransformerBlock(nn.Module):
@@ -23,7 +20,7 @@ class MHLASanaTransformerBlock(nn.Module):
         attn1: the self-attention to use in place of the stock one; None keeps it.
     """
 
-    def __init__(self, stock: SanaTransformerBlock, attn1: SanaSelfAttention | None = None):
+    def __init__(self, stock: SanaTransformerBlock, attn1: GridSelfAttention | None = None):
         super().__init__()
         self.norm1 = stock.norm1
         self.attn1: Attention = stock.attn1 if attn1 is None else attn1.adopt(stock.attn1)
@@ -55,7 +52,7 @@ class MHLASanaTransformerBlock(nn.Module):
         )  # (B, 1, C) each
 
         x = (self.norm1(hidden_states) * (1 + scale_attn) + shift_attn).to(hidden_states.dtype)
-        if isinstance(self.attn1, SanaSelfAttention):
+        if isinstance(self.attn1, GridSelfAttention):
             x = self.attn1(x, grid=(height, width))
         else:
             x = self.attn1(x)
@@ -78,7 +75,7 @@ TransformerBlockRegistry.register(
 )
 
 
-class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
+class MHLASanaTransformer2DModel(MHLAModelMixin, SanaTransformer2DModel, CacheMixin):
     """`SanaTransformer2DModel` with MHLA (arXiv 2601.07832) as the self-attention of chosen layers.
 
     Takes every argument of the stock model and keeps its keys; with the same seed all shared weights start
@@ -108,7 +105,6 @@ class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
 
     _no_split_modules = ["MHLASanaTransformerBlock", "PatchEmbed", "SanaModulatedNorm"]
     _repeated_blocks = ["MHLASanaTransformerBlock"]
-    _keep_in_fp32_modules = ["mixing"]
 
     @register_to_config
     def __init__(
@@ -148,12 +144,7 @@ class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
         mhla_per_head_mixing: bool = False,
         mhla_other_layers: str = "stock",
     ):
-        layers = None if mhla_layers is None else check_layers(mhla_layers, num_layers)
-        block_grid = check_block_grid(mhla_block_grid)
-        check_choice("mhla_normalizer", mhla_normalizer, NORMALIZERS)
-        check_choice("mhla_mixing_init", mhla_mixing_init, INITS)
-        check_choice("mhla_mixing_normalization", mhla_mixing_normalization, NORMALIZATIONS)
-        check_choice("mhla_other_layers", mhla_other_layers, OTHER_LAYERS)
+        options = self.check_mhla_options(num_layers)
         super().__init__(
             in_channels=in_channels,
             out_channels=out_channels,
@@ -177,39 +168,20 @@ class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
             qk_norm=qk_norm,
             timestep_scale=timestep_scale,
         )
-        self.register_to_config(mhla_layers=layers, mhla_block_grid=block_grid)
-
-        common = {
-            "query_dim": num_attention_heads * attention_head_dim,
-            "heads": num_attention_heads,
-            "dim_head": attention_head_dim,
-            "qk_norm": qk_norm,
-            "dropout": dropout,
-            "bias": attention_bias,
-            "gate": mhla_gate,
-            "local_conv": mhla_local_conv,
-        }
-        # The new attentions' own projections are replaced by the stock ones, so drawing them must not move
-        # the seed.
-        with torch.random.fork_rng(devices=[]):
-            for index, stock in enumerate(self.transformer_blocks):
-                attn1 = None
-                if layers is None or index in layers:
-                    attn1 = MHLASanaAttention(
-                        **common,
-                        block_grid=tuple(block_grid),
-                        feature_eps=mhla_feature_eps,
-                        normalizer=mhla_normalizer,
-                        denominator_eps=mhla_denominator_eps,
-                        norm_out=mhla_norm_out,
-                        mixing_init=mhla_mixing_init,
-                        mixing_normalization=mhla_mixing_normalization,
-                        mixing_learnable=mhla_mixing_learnable,
-                        per_head_mixing=mhla_per_head_mixing,
-                    )
-                elif mhla_other_layers == "softmax":
-                    attn1 = SoftmaxSanaAttention(**common)
-                self.transformer_blocks[index] = MHLASanaTransformerBlock(stock, attn1)
+        self.register_to_config(**options)
+        self.install_attention(
+            MHLASanaTransformerBlock,
+            MHLASanaAttention,
+            SoftmaxSanaAttention,
+            query_dim=num_attention_heads * attention_head_dim,
+            heads=num_attention_heads,
+            dim_head=attention_head_dim,
+            qk_norm=qk_norm,
+            dropout=dropout,
+            bias=attention_bias,
+            gate=mhla_gate,
+            local_conv=mhla_local_conv,
+        )
 
     def forward(
         self,
@@ -247,99 +219,3 @@ class MHLASanaTransformer2DModel(SanaTransformer2DModel, CacheMixin):
             controlnet_block_samples=controlnet_block_samples,
             return_dict=return_dict,
         )
-
-    def set_mhla_backend(self, backend: str) -> None:
-        """Choose the operator's backend (see `mhla_attention`) in every MHLA layer of this model."""
-        for module in self.modules():
-            if isinstance(module, MHLASanaAttention):
-                module.backend = backend
-
-    def save_pretrained(self, save_directory, *args, **kwargs) -> None:
-        """Save as the stock models do; a mixing matrix shared between layers is written for each of them."""
-        hook = self.register_state_dict_post_hook(clone_shared_tensors)
-        try:
-            super().save_pretrained(save_directory, *args, **kwargs)
-        finally:
-            hook.remove()
-
-    def initialise_new_weights(self, keys: list[str], device: torch.device | str | None = None) -> list[str]:
-        """Give each named weight that a stock SANA lacks its documented start; returns the other keys.
-
-        Weights still on the meta device are put on `device`, or else on that of the same layer's projections.
-        """
-        wanted = set(keys)
-        for prefix, attention in self.named_modules():
-            if not isinstance(attention, SanaSelfAttention):
-                continue
-            beside = attention.to_q.weight
-            for name, module in attention.new_modules():
-                found = {f"{prefix}.{name}.{weight}" for weight, _ in module.named_parameters()} & wanted
-                if not found:
-                    continue
-                if any(weight.is_meta for weight in module.parameters()):
-                    module.to_empty(device=device or beside.device)
-                    if beside.is_floating_point() and name != "mixing":
-                        module.to(beside.dtype)
-                module.reset_parameters()
-                wanted -= found
-        return [key for key in keys if key in wanted]
-
-    @classmethod
-    def _load_pretrained_model(cls, model, *args, **kwargs):
-        # `from_pretrained` leaves what the checkpoint lacks on the meta device: loading a stock SANA would
-        # give mixing matrices without values. This is where they get their documented start.
-        loaded = super()._load_pretrained_model(model, *args, **kwargs)
-        missing, unexpected = loaded[1], loaded[2]
-        if unexpected:  # Diffusers drops them with a log line, and the model then draws something else
-            raise ValueError(
-                f"the checkpoint holds {len(unexpected)} weights that this {cls.__name__} configuration has no place "
-                f"for ({', '.join(sorted(unexpected)[:3])}, ...): load it with the config.json that it was saved with"
-            )
-        lost = loaded[0].initialise_new_weights(missing)
-        if lost:
-            raise ValueError(
-                f"the checkpoint lacks {len(lost)} of the model's weights ({', '.join(sorted(lost)[:3])}, "
-                f"...): it does not belong to this {cls.__name__} configuration"
-            )
-        return loaded
-
-
-def clone_shared_tensors(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """State-dict hook: safetensors refuses two keys on one memory, so every further one becomes a copy."""
-    seen = set()
-    for key, tensor in state_dict.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
-            continue
-        memory = (tensor.device, tensor.data_ptr(), tensor.shape)
-        if memory in seen:
-            state_dict[key] = tensor.clone()
-        seen.add(memory)
-
-
-def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of the allowed names."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
-
-
-def check_block_grid(block_grid) -> list[int]:
-    """Blocks per axis as a list of two ints; ValueError on anything else."""
-    counts = list(block_grid) if isinstance(block_grid, (list, tuple)) else []
-    if len(counts) != 2 or any(type(count) is not int or count < 1 for count in counts):
-        raise ValueError(
-            f"block_grid={block_grid!r}: give the number of blocks per axis as two positive integers "
-            "(rows, columns), such as (4, 4)"
-        )
-    return counts
-
-
-def check_layers(layers, num_layers: int) -> list[int]:
-    """Sorted layer indices; ValueError on one outside 0..num_layers-1, given twice, or not an integer."""
-    chosen = list(layers) if isinstance(layers, (list, tuple, range, set)) else [layers]
-    wrong = [index for index in chosen if type(index) is not int or not 0 <= index < num_layers]
-    if wrong or len(set(chosen)) != len(chosen):
-        raise ValueError(
-            f"layers={layers!r}: give different layer indices from 0 to {num_layers - 1} "
-            f"(this model has {num_layers} layers)"
-        )
-    return sorted(chosen)

@@ -7,7 +7,7 @@ use a 32-fold autoencoder with 32 channels, patches of one latent, and captions 
 from collections.abc import Mapping
 from typing import Any
 
-from .sana import check_choice
+from .options import check_choice
 
 # Width as heads x channels of the linear attention and of the cross-attention.
 WIDTH_1152 = {

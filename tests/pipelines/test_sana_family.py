@@ -18,7 +18,7 @@ from diffusers.pipelines.pixart_alpha.pipeline_pixart_alpha import ASPECT_RATIO_
 from PIL import Image
 from tiny_sana import TRANSFORMER, autoencoder, components, generator, stock_transformer, transformer_inputs
 
-from mhla_diffusion.attention import MHLASanaAttnProcessor
+from mhla_diffusion.attention import MHLAAttnProcessor
 from mhla_diffusion.models.convert import convert
 from mhla_diffusion.models.sana import MHLASanaTransformer2DModel
 from mhla_diffusion.pipelines.sana import MHLASanaPipeline
@@ -144,7 +144,7 @@ def test_perturbed_attention_leaves_a_layer_of_ours_as_it_was():
     pipe = made("perturbed attention", convert(stock_transformer(), layers=[0], other_layers="softmax"))
     pipe.set_pag_applied_layers(["transformer_blocks.(0|1)"])
     assert draw("perturbed attention", pipe).isfinite().all()
-    assert type(pipe.transformer.transformer_blocks[0].attn1.processor) is MHLASanaAttnProcessor
+    assert type(pipe.transformer.transformer_blocks[0].attn1.processor) is MHLAAttnProcessor
 
 
 @torch.no_grad()

@@ -1,0 +1,125 @@
+"""What each of our transformers adds to its stock class: other attention in chosen layers, and how weights travel."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..attention import GridSelfAttention, MHLASelfAttention
+from .options import attention_options, check_options
+
+
+class MHLAModelMixin:
+    """Comes before the stock class among the bases of a model whose config has the `mhla_` fields."""
+
+    _keep_in_fp32_modules = ["mixing"]
+
+    def check_mhla_options(self, num_layers: int) -> dict:
+        """The fields in the form in which they are saved; to be called before the stock model is built."""
+        return check_options(self.config, num_layers)
+
+    def install_attention(
+        self,
+        layer_class: Callable[..., nn.Module],
+        mhla_class: Callable[..., MHLASelfAttention],
+        softmax_class: Callable[..., GridSelfAttention],
+        mhla_only: dict | None = None,
+        **common,
+    ) -> None:
+        """Put the layers that the config asks for around the modules of the stock ones.
+
+        Args:
+            layer_class: called with a stock layer and an attention, None where the stock one stays.
+            mhla_class, softmax_class: the attention of the listed layers, and of the others if they want softmax.
+            common: arguments of both attentions. mhla_only: further ones of `mhla_class`.
+        """
+        config, layers = self.config, self.config.mhla_layers
+        # The new attentions' own projections are replaced by the stock ones, so drawing them must not move
+        # the seed.
+        with torch.random.fork_rng(devices=[]):
+            for index, stock in enumerate(self.transformer_blocks):
+                attention = None
+                if layers is None or index in layers:
+                    attention = mhla_class(**common, **attention_options(config), **(mhla_only or {}))
+                elif config.mhla_other_layers == "softmax":
+                    attention = softmax_class(**common)
+                self.transformer_blocks[index] = layer_class(stock, attention)
+
+    def set_mhla_backend(self, backend: str) -> None:
+        """Choose the operator's backend (see `mhla_attention`) in every MHLA layer of this model."""
+        for module in self.modules():
+            if isinstance(module, MHLASelfAttention):
+                module.backend = backend
+
+    def save_pretrained(self, save_directory, *args, **kwargs) -> None:
+        """Save as the stock models do; a weight shared between layers is written for each of them."""
+        hook = self.register_state_dict_post_hook(clone_shared_tensors)
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    def initialise_new_weights(self, keys: list[str], device: torch.device | str | None = None) -> list[str]:
+        """Give each named weight that the stock model lacks its documented start; returns the other keys.
+
+        Weights still on the meta device are put on `device`, or else on that of the same layer's projections.
+        """
+        wanted = set(keys)
+        for prefix, attention in self.named_modules():
+            if not isinstance(attention, GridSelfAttention):
+                continue
+            beside = attention.to_q.weight
+            for name, module in attention.new_modules():
+                found = {f"{prefix}.{name}.{weight}" for weight, _ in module.named_parameters()} & wanted
+                if not found:
+                    continue
+                if any(weight.is_meta for weight in module.parameters()):
+                    module.to_empty(device=device or beside.device)
+                    if beside.is_floating_point() and name != "mixing":
+                        module.to(beside.dtype)
+                module.reset_parameters()
+                wanted -= found
+        return [key for key in keys if key in wanted]
+
+    @classmethod
+    def extract_init_dict(cls, config_dict, **kwargs):
+        # Diffusers drops what a config holds too much with a log line: a mistyped option would go unnoticed.
+        known = cls._get_init_keys(cls)
+        unknown = [
+            name for name in {**config_dict, **kwargs} if name.startswith("mhla_") and name not in known
+        ]
+        if unknown:
+            options = ", ".join(sorted(name for name in known if name.startswith("mhla_")))
+            raise ValueError(f"{cls.__name__} has no option {unknown[0]!r}: choose among {options}")
+        return super().extract_init_dict(config_dict, **kwargs)
+
+    @classmethod
+    def _load_pretrained_model(cls, model, *args, **kwargs):
+        # `from_pretrained` leaves what the checkpoint lacks on the meta device: loading a stock model would
+        # give mixing matrices without values. This is where they get their documented start.
+        loaded = super()._load_pretrained_model(model, *args, **kwargs)
+        missing, unexpected = loaded[1], loaded[2]
+        if unexpected:  # Diffusers drops them with a log line, and the model then draws something else
+            raise ValueError(
+                f"the checkpoint holds {len(unexpected)} weights that this {cls.__name__} configuration has no place "
+                f"for ({', '.join(sorted(unexpected)[:3])}, ...): load it with the config.json that it was saved with"
+            )
+        lost = loaded[0].initialise_new_weights(missing)
+        if lost:
+            raise ValueError(
+                f"the checkpoint lacks {len(lost)} of the model's weights ({', '.join(sorted(lost)[:3])}, "
+                f"...): it does not belong to this {cls.__name__} configuration"
+            )
+        return loaded
+
+
+def clone_shared_tensors(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    """State-dict hook: safetensors refuses two keys on one memory, so every further one becomes a copy."""
+    seen = set()
+    for key, tensor in state_dict.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            continue
+        memory = (tensor.device, tensor.data_ptr(), tensor.shape)
+        if memory in seen:
+            state_dict[key] = tensor.clone()
+        seen.add(memory)
