@@ -56,6 +56,7 @@ def build_parser() -> OneLineParser:
     add_env(commands)
     add_train(commands)
     add_convert(commands)
+    add_bench(commands)
     return parser
 
 
@@ -192,6 +193,60 @@ def run_convert(args: argparse.Namespace) -> int:
 
     convert_folder(args.source, args.out, block_grid=args.block_grid, layers=args.layers)
     print(f"{args.out} written")
+    return 0
+
+
+def add_bench(commands) -> None:
+    summary = "Time parts of this package beside their peers in the same run."
+    bench = commands.add_parser("bench", help=summary, description=summary)
+    parts = bench.add_subparsers(title="parts", metavar="PART", required=True, parser_class=OneLineParser)
+    parser = add_command(
+        parts,
+        "op",
+        run_bench_op,
+        "Time the attention operator at real models' shapes, beside softmax attention and other peers.",
+        "The file is written after every row. Without a CUDA device small shapes only try the program out.",
+    )
+    add = parser.add_argument
+    add("--rows", nargs="+", default=[], metavar="TEXT", help="only the rows whose name holds one of these")
+    add("--scaling", action="store_true", help="instead time one shape from 1k to 128k tokens")
+    add("--quick", action="store_true", help="few repeats, no compiled peers, both forms not compared")
+    add("--no-forms", action="store_true", help="do not compare the operator's two forms")
+    add("--minutes", type=float, default=8.0, help="begin nothing after this time (default: %(default)s)")
+    add(
+        "--repeats",
+        type=int,
+        default=30,
+        help="timed calls, of which the median counts (default: %(default)s)",
+    )
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: %(default)s")
+    add(
+        "--out",
+        metavar="FILE",
+        help="JSON (default: outputs/op.json, with --scaling outputs/op_scaling.json)",
+    )
+
+
+def run_bench_op(args: argparse.Namespace) -> int:
+    if args.repeats < 1:
+        raise ValueError(f"--repeats {args.repeats}: give at least 1")
+
+    from pathlib import Path
+
+    from mhla_diffusion.evaluation.bench_operator import bench
+
+    out = Path(args.out or ("outputs/op_scaling.json" if args.scaling else "outputs/op.json"))
+    bench(
+        out=out,
+        rows=args.rows,
+        minutes=args.minutes,
+        repeats=args.repeats,
+        device=args.device,
+        quick=args.quick,
+        scaling=args.scaling,
+        forms=not args.no_forms,
+    )
+    print(f"{out} written")
     return 0
 
 

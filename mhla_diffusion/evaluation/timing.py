@@ -1,14 +1,38 @@
-"""Time of calls on a GPU or a CPU, by medians over rotating inputs."""
+"""Time of calls on a GPU or a CPU, by medians over rotating inputs; the device's own limits, measured alike."""
 
 from __future__ import annotations
 
+import datetime
+import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["copy_bandwidth", "graphed", "host_milliseconds", "milliseconds", "peak_extra_bytes"]
+__all__ = [
+    "about",
+    "copy_bandwidth",
+    "graphed",
+    "host_milliseconds",
+    "milliseconds",
+    "peak_extra_bytes",
+    "product_rate",
+]
+
+
+def about(device: torch.device) -> dict:
+    """Device, versions and date, as every result file begins."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    name = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    if device.type == "cuda":
+        import triton
+
+        versions.update(
+            triton=triton.__version__, cuda=torch.version.cuda, cudnn=torch.backends.cudnn.version()
+        )
+        name = torch.cuda.get_device_name(device)
+    return {"device": name, "versions": versions, "date": datetime.date.today().isoformat()}
 
 
 def milliseconds(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int = 30) -> float:
@@ -26,7 +50,7 @@ def milliseconds(calls: Sequence[Callable[[], object]], device: torch.device, re
             times.append(1e3 * (time.perf_counter() - start))
         return statistics.median(times)
     times = []
-    group = 10
+    group = min(10, repeats)
     start = time.perf_counter()
     calls[0]()
     # Some 2 GHz, half as long again as the host needs to queue a group.
@@ -75,8 +99,8 @@ def graphed(call: Callable[[], object]) -> Callable[[], object]:
     return replay
 
 
-def peak_extra_bytes(call: Callable[[], torch.Tensor], device: torch.device) -> int | None:
-    """Most memory that a call holds at once, beyond what was there and the tensor that it returns."""
+def peak_extra_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """Most memory that a call holds at once, beyond what was there and the tensors that it returns."""
     if device.type != "cuda":
         return None
     call()
@@ -85,7 +109,8 @@ def peak_extra_bytes(call: Callable[[], torch.Tensor], device: torch.device) -> 
     torch.cuda.reset_peak_memory_stats(device)
     out = call()
     torch.cuda.synchronize(device)
-    size = out.numel() * out.element_size() if isinstance(out, torch.Tensor) else 0
+    results = out if isinstance(out, tuple) else (out,)
+    size = sum([x.numel() * x.element_size() for x in results if isinstance(x, torch.Tensor)])
     return torch.cuda.max_memory_allocated(device) - before - size
 
 
@@ -94,3 +119,9 @@ def copy_bandwidth(device: torch.device, megabytes: int = 1024) -> float:
     source = torch.empty(megabytes << 18, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() * 4 / (1e-3 * milliseconds([lambda: target.copy_(source)], device, 10))
+
+
+def product_rate(device: torch.device, dtype: torch.dtype, side: int = 8192) -> float:
+    """FLOP per second of a large square matmul: the ceiling of what only multiplies."""
+    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+    return 2 * side**3 / (1e-3 * milliseconds([lambda: a @ b], device, 10))

@@ -22,8 +22,8 @@ import torch
 
 from ..ops.partition import grid_partition
 from ..ops.triton_configs import Config, DualConfig, MixConfig, override
-from .bench_operator import CASES, Case, Inputs, about
-from .timing import milliseconds
+from .operator_cases import CASES, Case, Inputs
+from .timing import about, milliseconds
 
 __all__ = ["candidates", "stages", "tune"]
 

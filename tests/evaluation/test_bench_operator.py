@@ -1,42 +1,145 @@
 """The operator's measuring programs run and write what they found. How fast anything is, is not asserted."""
 
 import json
+import math
 
 import pytest
 import torch
 
-from mhla_diffusion.evaluation import tune_operator
-from mhla_diffusion.evaluation.bench_operator import CASES, DISPATCH, Case, Inputs, main, run
+from mhla_diffusion.cli import main
+from mhla_diffusion.evaluation.bench_operator import bench, judge, run
+from mhla_diffusion.evaluation.operator_cases import CASES, FORM_CASES, SCALING, Case, floors, small
 from mhla_diffusion.evaluation.timing import host_milliseconds, milliseconds
 
 CPU = torch.device("cpu")
-TINY = Case("tiny", 1, 2, (4, 4), (2, 2), 8, backward=True)
+TINY = Case("tiny", 1, 2, (4, 4), (2, 2), 8, backward=True, target=(1e6, 0.0), ratio=(None, 1))
 TINY_FUSED = Case("tiny, fused", 1, 2, (2, 3, 4), (1, 2, 2), 8, "none", rope=True, fused=True)
+PEERS = {"SDPA", "plain linear, eager", "MHLA by matmuls, eager"}
 
 
-def test_rows_hold_what_makes_them_comparable_and_are_written_as_they_come(tmp_path):
-    result = run([TINY, TINY_FUSED], [TINY], CPU, tmp_path, repeats=1, dtype=torch.float32)
-    assert json.loads((tmp_path / "op.json").read_text()) == json.loads(json.dumps(result))
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "deep" / "op.json"
+
+
+def try_out(cases, forms, out, **options) -> dict:
+    return run(cases, forms, CPU, out, repeats=1, dtype=torch.float32, compiled=False, **options)
+
+
+def test_rows_hold_what_makes_them_comparable_and_are_written_as_they_come(out, capsys):
+    result = try_out([TINY, TINY_FUSED], [TINY], out, reported=[TINY])
+    assert json.loads(out.read_text()) == json.loads(json.dumps(result))
     assert [row["direction"] for row in result["rows"]] == ["forward", "forward_backward", "forward"]
     for row in result["rows"]:
         assert row["ours_ms"] > 0 and row["error_vs_float64"] <= 1e-5 and row["form"] == "plain torch"
-        assert set(row["peers_ms"]) == {"SDPA", "plain linear, eager"} and row["byte_floor_ms"] > 0
+        assert (
+            set(row["peers_ms"]) == PEERS and row["ratio_vs_cudnn"] is None and row["extra_memory_mb"] is None
+        )
+        assert 0 < row["byte_floor_ms"] and 0 < row["flop_floor_ms"]
+        assert row["peers_not_run"]["FLA chunked (causal)"] == "not installed"
+        assert row["peers_not_run"]["MHLA by matmuls, compiled"] == "left out"
+    assert [row["target_met"] for row in result["rows"]] == [True, False, None]
     assert result["rows"][0]["shape"] == {"B": 1, "H": 2, "N": 16, "D": 8, "M": 4}
     assert result["rows"][0]["bytes_mb"] == 4 * 2 * 16 * 8 * 4 / 1e6
-    assert result["dispatch"][0]["states_forward_ms"] > 0 and not result["left_out"]
+    assert result["forms"][0]["states_forward_ms"] > 0 and not result["left_out"]
     assert result["versions"]["torch"] == torch.__version__
+    assert {row["step"] for row in result["kernels"]} >= {"summarise", "mix", "read_out", "key_gradients"}
+    printed = capsys.readouterr().out
+    for text in (
+        "tiny, fused",
+        "plain linear, eager",
+        "not installed",
+        torch.__version__,
+        "FLOP floor",
+        "GB/s",
+    ):
+        assert text in printed
 
 
-def test_a_failing_shape_costs_only_itself_and_time_is_kept(tmp_path):
+def test_every_launch_of_a_step_is_reported(out):
+    (rows,) = [try_out([], [], out, reported=[TINY_FUSED])["kernels"]]
+    launched = {row["step"]: [launch["kernel"] for launch in row["launches"]] for row in rows}
+    # The norm over all heads has a kernel of its own before each of the steps that use it.
+    assert launched["read_out"][-1] == "read_out_kernel" and launched["mix"] == [
+        "spread_kernel",
+        "mix_kernel",
+    ]
+    assert all(launch["programs"] >= 1 for row in rows for launch in row["launches"])
+    assert all(row["ms"] > 0 and row["gb_per_s"] > 0 and row["tflop_per_s"] > 0 for row in rows)
+
+
+def test_a_failing_shape_costs_only_itself_and_time_is_kept(out):
     broken = TINY._replace(name="broken", normalizer="sum")
-    result = run([broken, TINY], [], CPU, tmp_path, repeats=1, dtype=torch.float32)
+    result = try_out([broken, TINY], [], out)
     assert "choose one of" in result["rows"][0]["error"] and result["rows"][1]["name"] == "tiny"
-    assert run([TINY], [TINY], CPU, tmp_path, minutes=0, repeats=1)["left_out"] == ["tiny", "tiny"]
+    assert try_out([TINY], [TINY], out, minutes=0)["left_out"] == ["tiny (rows)", "tiny (forms)"]
 
 
-def test_the_program_measures_what_it_is_asked_for(tmp_path, capsys):
-    main(["--out", str(tmp_path), "--only", "no such shape", "--minutes", "0"])
-    assert json.loads((tmp_path / "op.json").read_text())["rows"] == [] and capsys.readouterr().out == ""
+def test_a_failing_peer_costs_only_itself(out, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("no kernel\nat all")
+
+    monkeypatch.setattr("mhla_diffusion.evaluation.operator_peers.plain_linear", broken)
+    (row,) = try_out([TINY_FUSED], [], out)["rows"]
+    assert row["peers_not_run"]["plain linear, eager"] == "does not run: no kernel"
+    assert set(row["peers_ms"]) == PEERS - {"plain linear, eager"}
+
+
+def test_a_peer_that_is_too_slow_is_stopped_and_left_out_of_longer_rows(out, monkeypatch):
+    monkeypatch.setattr("mhla_diffusion.evaluation.operator_peers.LIMIT_MS", 0.0)
+    rows = try_out([TINY_FUSED, TINY._replace(backward=False)], [], out, stopping=True)["rows"]
+    reasons = [row["peers_not_run"]["SDPA"] for row in rows]
+    assert reasons[0].startswith("stopped: one call took ") and reasons[1] == f"{reasons[0]} (at tiny, fused)"
+    assert rows[0]["peers_ms"] == rows[1]["peers_ms"] == {}
+
+
+def test_targets_are_times_ratios_and_times_for_a_token():
+    cases = [
+        Case("even", 1, 1, (100,), (10,), 8, target=(1.0, None), ratio=(50, None)),
+        Case("ragged", 1, 1, (110,), (10,), 8, like="even"),
+        Case("ratio", 1, 1, (100,), (10,), 8, ratio=(2, None)),
+    ]
+    rows = [
+        {"name": case.name, "direction": "forward", "ours_ms": ms, "shape": {"N": case.grid[0]},
+         "ratio_vs_cudnn": ratio, "target_ms": case.target[0], "target_ratio": case.ratio[0], "target_met": None}
+        for case, ms, ratio in zip(cases, (0.9, 1.1, 5.0), (40.0, 1.0, 2.5), strict=True)
+    ]  # fmt: skip
+    judge(rows, cases)
+    assert [row["target_met"] for row in rows] == [False, False, True]
+    assert rows[1]["target_ms"] == pytest.approx(1.1 * 0.9 * 1.1)
+    assert rows[1]["per_token_vs_even"] == pytest.approx(1.1 / 1.1 / 0.9)
+
+
+def test_floors_count_each_tensor_once():
+    case = Case("x", 2, 3, (8,), (2,), 4, fused=True)
+    forward, both = (floors(case, 2, 1e9, 1e12, backward) for backward in (False, True))
+    assert (
+        forward["bytes_mb"] == 5 * 2 * 3 * 8 * 4 * 2 / 1e6
+        and both["bytes_mb"] == forward["bytes_mb"] * 12 / 5
+    )
+    assert forward["byte_floor_ms"] == pytest.approx(forward["bytes_mb"])  # at 1 GB/s
+    assert forward["gflop"] == 2 * 3 * (4 * 8 + 2 * 4) * 16 / 1e9 and both["gflop"] == 3 * forward["gflop"]
+
+
+def test_the_command_tries_itself_out_on_a_cpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = "bench op --device cpu --quick --repeats 1 --rows 512 ragged"
+    assert main(line.split()) == 0
+    result = json.loads((tmp_path / "outputs" / "op.json").read_text())
+    assert [row["name"] for row in result["rows"]] == [
+        "wan 480x832x81, ragged, small", "dit 512, small", "dit 512, small",
+    ]  # fmt: skip
+    assert "tries the program out" in result["note"] and result["note"] in capsys.readouterr().out
+    assert main([*line.split()[:-2], "1024", "--scaling"]) == 0
+    scaled = json.loads((tmp_path / "outputs" / "op_scaling.json").read_text())
+    assert [row["shape"]["N"] for row in scaled["rows"]] == [64]
+
+
+def test_mistakes_are_named_in_one_line(capsys):
+    assert main(["bench", "op", "--device", "cpu", "--rows", "nowhere"]) == 2
+    assert main(["bench"]) == main(["bench", "op", "--repeats", "0"]) == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 3 and "no row's name holds nowhere" in printed[0]
 
 
 def test_medians_take_turns_over_the_inputs():
@@ -46,44 +149,17 @@ def test_medians_take_turns_over_the_inputs():
     assert host_milliseconds(lambda: None, CPU, 3) >= 0
 
 
-def test_the_shapes_cover_the_models_and_the_rule():
-    assert len({case.name for case in CASES}) == len(CASES) == 9
-    assert len({case.name for case in DISPATCH}) == len(DISPATCH) > 20
+def test_the_shapes_cover_the_models_the_rule_and_the_lengths():
+    for cases, number in ((CASES, 9), (SCALING, 8)):
+        assert len({case.name for case in cases}) == len(cases) == number
+    assert len({case.name for case in FORM_CASES}) == len(FORM_CASES) > 20
+    lengths = [math.prod(case.grid) for case in SCALING]
+    assert lengths == [1024 << step for step in range(8)]
+    assert all(math.prod(small(case).grid) <= 10000 for case in (*CASES, *SCALING))
+    assert all(case.like in {other.name for other in CASES} | {""} for case in CASES)
 
 
-@pytest.mark.parametrize("case", [TINY, TINY_FUSED], ids=lambda case: case.name)
-def test_every_kernel_of_a_shape_can_be_called_alone(case):
-    stages = tune_operator.stages(Inputs(case, CPU, torch.float32, 0))
-    assert list(stages) == tune_operator.kernels_of(case)
-    for kernel, call in stages.items():
-        assert all(torch.isfinite(x).all() for x in tune_operator.first_tensors(call())), kernel
-        options = list(tune_operator.candidates(kernel, case.dim))
-        assert len(options) == len(set(options)) > 4
-
-
-@pytest.mark.filterwarnings("default:the MHLA kernels:UserWarning")
-def test_tuning_times_every_kernel_and_prints_the_best(tmp_path, monkeypatch, capsys):
-    result = tune_operator.tune([TINY], tmp_path, CPU, torch.float32, repeats=1, workers=1, limit=1)
-    assert json.loads((tmp_path / "tune.json").read_text()) == json.loads(json.dumps(result))
-    kernels, rows = tune_operator.kernels_of(TINY), result["kernels"]
-    assert [row["kernel"] for row in rows] == [name for name in kernels for _ in range(2)]
-    assert [row["config"] == "table" for row in rows].count(True) == len(kernels) and not result["failures"]
-    assert all(row["ms"] > 0 and row["difference"] <= 1e-5 and row["gb_per_s"] > 0 for row in rows)
-    assert [row["choice"] for row in result["choices"]] == [{}, {"head_group": "1"}, {"head_group": "2"}]
-    assert len(result["lines"]) == len(kernels) and "tiny | mix: " in capsys.readouterr().out
-    assert tune_operator.least_bytes(TINY, "summarise", 4) == 4 * 2 * (2 * 16 * 8 + 4 * 8 * 9)
-
-
-def test_the_tuning_program_takes_its_options(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(tune_operator.SHAPES, "tiny", TINY)
-    options = "--device cpu --shapes tiny --limit 0 --repeats 1 --workers 1 --minutes 1".split()
-    tune_operator.main(["--out", str(tmp_path), *options])
-    assert "tiny | read_out: table" in capsys.readouterr().out
-    assert set(tune_operator.DEFAULT) <= set(tune_operator.SHAPES)
-
-
-def test_tuning_needs_a_gpu(capsys):
+def test_a_gpu_that_is_not_there_is_said(out):
     if not torch.cuda.is_available():
-        with pytest.raises(SystemExit):
-            tune_operator.main([])
-        assert "needs a CUDA device" in capsys.readouterr().err
+        with pytest.raises(ValueError, match="pass --device cpu"):
+            bench(out=out, device="cuda")
