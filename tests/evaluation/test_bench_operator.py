@@ -113,12 +113,11 @@ def test_targets_are_times_ratios_and_times_for_a_token():
 def test_floors_count_each_tensor_once():
     case = Case("x", 2, 3, (8,), (2,), 4, fused=True)
     forward, both = (floors(case, 2, 1e9, 1e12, backward) for backward in (False, True))
-    assert (
-        forward["bytes_mb"] == 5 * 2 * 3 * 8 * 4 * 2 / 1e6
-        and both["bytes_mb"] == forward["bytes_mb"] * 12 / 5
-    )
+    size = 2 * 3 * 8 * 4 * 2 / 1e6  # of one tensor
+    assert [found["bytes_mb"] for found in (forward, both)] == pytest.approx([5 * size, 12 * size])
     assert forward["byte_floor_ms"] == pytest.approx(forward["bytes_mb"])  # at 1 GB/s
-    assert forward["gflop"] == 2 * 3 * (4 * 8 + 2 * 4) * 16 / 1e9 and both["gflop"] == 3 * forward["gflop"]
+    products = 2 * 3 * (4 * 8 + 2 * 4) * 16 / 1e9
+    assert [found["gflop"] for found in (forward, both)] == pytest.approx([products, 3 * products])
 
 
 def test_the_command_tries_itself_out_on_a_cpu(tmp_path, monkeypatch, capsys):
