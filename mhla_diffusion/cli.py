@@ -200,6 +200,7 @@ def add_bench(commands) -> None:
     summary = "Time parts of this package beside their peers in the same run."
     bench = commands.add_parser("bench", help=summary, description=summary)
     parts = bench.add_subparsers(title="parts", metavar="PART", required=True, parser_class=OneLineParser)
+    add_bench_model(parts)
     parser = add_command(
         parts,
         "op",
@@ -225,6 +226,48 @@ def add_bench(commands) -> None:
         metavar="FILE",
         help="JSON (default: outputs/op.json, with --scaling outputs/op_scaling.json)",
     )
+
+
+def add_bench_model(parts) -> None:
+    parser = add_command(
+        parts,
+        "model",
+        run_bench_model,
+        "Time whole transformers, converted beside stock, eager and compiled, forward and training.",
+        "The file is written after every row, and a later call measures the rows that it lacks. On a CPU tiny "
+        "models only try the program out.",
+    )
+    add = parser.add_argument
+    add("--rows", nargs="+", default=[], metavar="TEXT", help="only the rows whose name holds one of these")
+    add("--list", action="store_true", help="only print the rows' names")
+    add("--profile", action="store_true", help="in place of times, say where eager forward passes spend theirs")
+    add("--minutes", type=float, default=9.0, help="begin no row after this time (default: %(default)s)")
+    add("--seconds", type=float, default=2.0, help="how long each model is timed (default: %(default)s)")
+    add("--compile-mode", default="default", choices=("default", "reduce-overhead", "max-autotune"),
+        help="mode of torch.compile (default: %(default)s)")  # fmt: skip
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    add("--out", default="outputs/image_models.json", metavar="FILE", help="JSON (default: %(default)s)")
+
+
+def run_bench_model(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from mhla_diffusion.evaluation.bench_model import chosen, run
+
+    if args.list:
+        print("\n".join(case.name for case in chosen(args.rows)))
+        return 0
+    run(
+        Path(args.out),
+        rows=args.rows,
+        minutes=args.minutes,
+        device=args.device,
+        compile_mode=args.compile_mode,
+        profile=args.profile,
+        seconds=args.seconds,
+    )
+    print(f"{args.out} written")
+    return 0
 
 
 def run_bench_op(args: argparse.Namespace) -> int:

@@ -228,9 +228,7 @@ def steps(case: Case, device: torch.device, dtype: torch.dtype, compile_mode: st
         released(device)
 
 
-def measure(
-    case: Case, device: torch.device, dtype: torch.dtype, compile_mode: str, seconds: float
-) -> dict:
+def measure(case: Case, device: torch.device, dtype: torch.dtype, compile_mode: str, seconds: float) -> dict:
     times, peaks = {}, {}
     for variant, step in steps(case, device, dtype, compile_mode):
         times[variant] = step_milliseconds(step, device, seconds)
@@ -296,7 +294,9 @@ def chosen(texts: Sequence[str]) -> list[Case]:
     """The cases whose name holds one of the texts; ValueError when a text is in none."""
     for text in texts:
         if not any(text in case.name for case in CASES):
-            raise ValueError(f"no row's name holds {text!r}: they are {', '.join(case.name for case in CASES)}")
+            raise ValueError(
+                f"no row's name holds {text!r}: they are {', '.join(case.name for case in CASES)}"
+            )
     return [case for case in CASES if not texts or any(text in case.name for text in texts)]
 
 
