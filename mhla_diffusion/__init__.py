@@ -11,6 +11,8 @@ import importlib.metadata
 import sys
 
 _HOME_OF = {
+    "MHLADiTPipeline": "mhla_diffusion.pipelines.dit",
+    "MHLADiTTransformer2DModel": "mhla_diffusion.models.dit",
     "MHLASanaAttention": "mhla_diffusion.attention",
     "MHLASanaPipeline": "mhla_diffusion.pipelines.sana",
     "MHLASanaTransformer2DModel": "mhla_diffusion.models.sana",

@@ -9,11 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .weights import DEFAULT_PIPELINE, find_pipeline, known_pipelines, read_json
+from .weights import DEFAULT_PIPELINE, find_pipeline, known_pipelines, original_files, read_json
 
 # Our pipeline and model classes by name, and the module of each.
-OUR_PIPELINES = {"MHLASanaPipeline": "mhla_diffusion.pipelines.sana"}
-OUR_MODELS = {"MHLASanaTransformer2DModel": "mhla_diffusion.models.sana"}
+OUR_PIPELINES = {
+    "MHLADiTPipeline": "mhla_diffusion.pipelines.dit",
+    "MHLASanaPipeline": "mhla_diffusion.pipelines.sana",
+}
+OUR_MODELS = {
+    "MHLADiTTransformer2DModel": "mhla_diffusion.models.dit",
+    "MHLASanaTransformer2DModel": "mhla_diffusion.models.sana",
+}
 
 
 def load_pipeline(name: str | os.PathLike = DEFAULT_PIPELINE, *, hub: bool = False, **kwargs):
@@ -112,16 +118,12 @@ def check_layout(folder: Path) -> None:
         raise ValueError(
             f"{folder} holds the pipelines {', '.join(inside)}: give one of them, {folder / inside[0]}"
         )
-    patterns = ("*.pth", "*.pt", "*.ckpt", "*/*.pth", "*/*.pt", "*/*.ckpt")
-    original = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-    if not (folder / "config.json").is_file():
-        original += sorted(folder.glob("*.safetensors"))
+    original = original_files(folder)
     if original:
         raise ValueError(
             f"{folder} holds a model in its original layout ({original[0].relative_to(folder)}, no "
-            "model_index.json): convert it with Diffusers' scripts/convert_sana_to_diffusers.py "
-            f"--orig_ckpt_path {original[0]} --dump_path {folder}-diffusers --save_full_pipeline (for Wan: "
-            "convert_wan_to_diffusers.py), then give the new folder"
+            f"model_index.json): `mhla convert {original[0]} {folder}-mhla --pipeline PIPELINE` makes a pipeline of it "
+            "(DiT, SANA and MHLA-DiT), where PIPELINE is a Diffusers folder that has the other components"
         )
 
 

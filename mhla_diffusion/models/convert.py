@@ -2,18 +2,37 @@
 
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import init_empty_weights
-from diffusers import DiffusionPipeline, ModelMixin, SanaTransformer2DModel
+from diffusers import DiffusionPipeline, DiTTransformer2DModel, ModelMixin, SanaTransformer2DModel
 from torch import nn
 
+from .dit import MHLADiTTransformer2DModel
+from .mixin import MHLAModelMixin, clone_shared_tensors
 from .options import check_block_grid, check_layers
 from .sana import MHLASanaTransformer2DModel
 
-# Stock SANA's numerics: plain relu features and this denominator, so one block equals the stock attention.
-SANA_FEATURE_EPS = 0.0
-SANA_DENOMINATOR_EPS = 1e-15
+
+class Family(NamedTuple):
+    """A stock class, ours for it, and the `mhla_` fields that keep the stock numerics as far as there are any."""
+
+    stock: type[ModelMixin]
+    ours: type[MHLAModelMixin]
+    numerics: dict[str, Any]
+
+
+FAMILIES = (
+    # Plain relu features and this denominator: one block equals SANA's own linear attention.
+    Family(
+        SanaTransformer2DModel,
+        MHLASanaTransformer2DModel,
+        {"mhla_feature_eps": 0.0, "mhla_denominator_eps": 1e-15},
+    ),
+    # DiT's attention is a softmax: no numerics of linear attention are to be kept.
+    Family(DiTTransformer2DModel, MHLADiTTransformer2DModel, {}),
+)
 
 
 def convert(
@@ -30,19 +49,24 @@ def convert(
     mixing_learnable: bool = True,
     per_head_mixing: bool = False,
     **unknown,
-) -> MHLASanaTransformer2DModel:
+) -> MHLAModelMixin:
     """Our class for a stock transformer, on the same tensors (nothing is copied, nothing else is touched).
 
-    `pipe.transformer = convert(pipe.transformer, block_grid=(4, 4))` is all that a pipeline needs. A gate, a
-    local convolution and an output norm start neutral, and the numerics stay those of the stock model, so
-    with one block, `block_grid=(1, 1)`, the converted model equals the stock one (1e-5 relative in float32).
+    `pipe.transformer = convert(pipe.transformer, block_grid=(4, 4))` is all that a pipeline needs. A gate
+    and a local convolution start neutral.
+
+    SANA's attention is linear already: its numerics are kept, so with one block, `block_grid=(1, 1)`, the
+    converted model equals the stock one (1e-5 relative in float32). DiT's attention is a softmax, which no
+    number of blocks reproduces: a converted DiT has the weights to start from and must be trained further;
+    layers that are not converted stay as they are.
 
     Args:
-        model: a `SanaTransformer2DModel`; it stays usable, and shares its storage with the result.
+        model: a `SanaTransformer2DModel` or `DiTTransformer2DModel`; it stays usable, and shares its storage
+            with the result.
         block_grid: blocks per axis (rows, columns); counts, not sizes, so that every resolution works.
         layers: "all", or the indices of the layers to convert.
-        gate, local_conv, norm_out, other_layers, and the mixing options: as the `mhla_` arguments of
-            `MHLASanaTransformer2DModel`.
+        gate, local_conv, norm_out, other_layers, and the mixing options: as the `mhla_` arguments of the
+            returned model's class.
 
     Raises ValueError (one line that says what is allowed) on another kind of model, on a model that is
     quantised, offloaded or carries adapters, and on an option outside its range.
@@ -63,8 +87,7 @@ def convert(
     options = {
         "mhla_layers": indices,
         "mhla_block_grid": counts,
-        "mhla_feature_eps": SANA_FEATURE_EPS,
-        "mhla_denominator_eps": SANA_DENOMINATOR_EPS,
+        **family_of(model).numerics,
         "mhla_gate": gate,
         "mhla_local_conv": local_conv,
         "mhla_norm_out": norm_out,
@@ -74,36 +97,39 @@ def convert(
         "mhla_per_head_mixing": per_head_mixing,
         "mhla_other_layers": other_layers,
     }
-    converted, missing = rebuild(model, our_class(model), options)
+    converted, missing = rebuild(model, family_of(model).ours, options)
     lost = converted.initialise_new_weights(missing)
     assert not lost, f"the stock model lacks {lost}"
     return converted
 
 
-def restore(model: MHLASanaTransformer2DModel) -> SanaTransformer2DModel:
+def restore(model: MHLAModelMixin) -> ModelMixin:
     """The stock model again, on the same tensors, without what MHLA added.
 
     Undoes `convert`: the result equals the original model bit for bit as long as no weight was changed in
-    between. Raises ValueError when the model is not one of ours, or is quantised, offloaded or carries
-    adapters.
+    between. Raises ValueError when the model is not one of ours, is quantised, offloaded or carries adapters,
+    or has options that its stock class cannot express.
     """
-    stock_class = next((stock for ours, stock in STOCK_CLASS_OF.items() if isinstance(model, ours)), None)
-    if stock_class is None:
-        known = ", ".join(ours.__name__ for ours in STOCK_CLASS_OF)
+    if not isinstance(model, ours()):
+        known = ", ".join(kind.__name__ for kind in ours())
         raise ValueError(f"restore() takes one of {known}, got {named(model)}: it undoes convert()")
     check_usable(model, "restore")
-    restored, missing = rebuild(model, stock_class, {})
+    if model.config.get("mhla_time_shift", 1) != 1:
+        raise ValueError(
+            f"mhla_time_shift={model.config.mhla_time_shift}: {family_of(model).stock.__name__} embeds timesteps with "
+            "a shift of 1 only, so restored weights would draw something else; keep this model in our class"
+        )
+    restored, missing = rebuild(model, family_of(model).stock, {})
     assert not missing, f"the model lacks {missing}"
     return restored
 
 
-STOCK_CLASS_OF: dict[type[ModelMixin], type[ModelMixin]] = {
-    MHLASanaTransformer2DModel: SanaTransformer2DModel
-}
+def ours() -> tuple[type[MHLAModelMixin], ...]:
+    return tuple(family.ours for family in FAMILIES)
 
 
-def our_class(model: ModelMixin) -> type[MHLASanaTransformer2DModel]:
-    return next(ours for ours, stock in STOCK_CLASS_OF.items() if isinstance(model, stock))
+def family_of(model: ModelMixin) -> Family:
+    return next(family for family in FAMILIES if isinstance(model, family.stock))
 
 
 def named(model) -> str:
@@ -117,12 +143,12 @@ def named(model) -> str:
 
 def check_plain(model) -> None:
     """Raise ValueError unless `model` is a stock model that `convert` knows, with plain weights at hand."""
-    known = ", ".join(stock.__name__ for stock in STOCK_CLASS_OF.values())
-    if isinstance(model, tuple(STOCK_CLASS_OF)):
+    known = ", ".join(family.stock.__name__ for family in FAMILIES)
+    if isinstance(model, ours()):
         raise ValueError(
             f"{type(model).__name__} is converted already: convert(restore(model), ...) changes it"
         )
-    if not isinstance(model, tuple(STOCK_CLASS_OF.values())):
+    if not isinstance(model, tuple(family.stock for family in FAMILIES)):
         raise ValueError(f"convert() takes one of {known}, got {named(model)}")
     check_usable(model, "convert")
 
@@ -144,11 +170,13 @@ def rebuild(
     Each weight is a new Parameter on the same storage: a later `to(device)` or `requires_grad_` of one model
     leaves the other as it is, while in-place updates are seen by both.
     """
-    stock_arguments = set(inspect.signature(STOCK_CLASS_OF[our_class(model)].__init__).parameters) - {"self"}
+    stock_arguments = set(inspect.signature(family_of(model).stock.__init__).parameters) - {"self"}
     arguments = {name: value for name, value in model.config.items() if name in stock_arguments}
     with init_empty_weights():
         rebuilt = target(**arguments, **options)
     state = model.state_dict()
+    if target is family_of(model).stock:
+        clone_shared_tensors(model, state, "", {})  # a stock model could not save tensors on one memory
     expected = rebuilt.state_dict().keys()
     rebuilt.load_state_dict({k: v for k, v in state.items() if k in expected}, strict=False, assign=True)
 

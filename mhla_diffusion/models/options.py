@@ -47,10 +47,10 @@ def attention_options(config) -> dict:
     }
 
 
-def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError unless `value` is one of the allowed names."""
+def check_choice(name: str, value, allowed: tuple) -> None:
+    """Raise ValueError unless `value` is one of the allowed ones."""
     if value not in allowed:
-        raise ValueError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
+        raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, allowed))}")
 
 
 def check_epsilon(name: str, value) -> None:

@@ -1,9 +1,6 @@
 """Text to image with SANA-MHLA: the stock pipeline, with its defaults kept in the saved pipeline."""
 
-import math
-import numbers
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +9,22 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from diffusers.pipelines.sana.pipeline_output import SanaPipelineOutput
 from transformers import Gemma2PreTrainedModel, GemmaTokenizer, GemmaTokenizerFast
 
-from ..loading import check_layout, check_models
 from ..models.sana import MHLASanaTransformer2DModel
+from .checks import (
+    OUTPUT_TYPES,
+    CheckedLoading,
+    FiniteWatch,
+    check_choice,
+    check_generators,
+    check_multiple,
+    check_number,
+)
 
-OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 # The stock pipeline has a list of resolutions for these sample sizes only.
 BINNED_SAMPLE_SIZES = (16, 32, 64, 128)
 
 
-class MHLASanaPipeline(SanaPipeline):
+class MHLASanaPipeline(CheckedLoading, SanaPipeline):
     """`SanaPipeline` with its defaults kept in `model_index.json`, so that `pipe("a red apple")` just draws.
 
     A batch is prompt-major (all pictures of the first prompt first), and picture i equals its single run.
@@ -65,15 +69,6 @@ class MHLASanaPipeline(SanaPipeline):
             complex_human_instruction=complex_human_instruction,
             use_resolution_binning=use_resolution_binning,
         )
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As in Diffusers; a folder in another layout or with a wrong index raises a one-line ValueError."""
-        folder = Path(pretrained_model_name_or_path)
-        check_layout(folder)
-        if (folder / "model_index.json").is_file():
-            check_models(folder)
-        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     @property
     def size_multiple(self) -> int:
@@ -156,8 +151,7 @@ class MHLASanaPipeline(SanaPipeline):
         check_number("max_sequence_length", length, minimum=1, whole=True)
         check_number("height", height, minimum=1, whole=True)
         check_number("width", width, minimum=1, whole=True)
-        if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type={output_type!r}: choose one of {', '.join(OUTPUT_TYPES)}")
+        check_choice("output_type", output_type, OUTPUT_TYPES)
         if binning and self.transformer.config.sample_size not in BINNED_SAMPLE_SIZES:
             raise ValueError(
                 f"use_resolution_binning knows sample sizes {BINNED_SAMPLE_SIZES} only, this transformer has "
@@ -255,13 +249,8 @@ class MHLASanaPipeline(SanaPipeline):
         negative_prompt_attention_mask=None,
     ) -> None:
         """Raise a one-line ValueError on a size, prompt, embedding or callback input that cannot work."""
-        for name, size in (("height", height), ("width", width)):
-            multiple = self.size_multiple
-            if size % multiple:
-                below, above = int(size // multiple * multiple), int((size // multiple + 1) * multiple)
-                near = f"{below} or {above}" if below else f"{above}"
-                raise ValueError(f"{name}={size} is not a multiple of {multiple}: use {near}")
-
+        check_multiple("height", height, self.size_multiple)
+        check_multiple("width", width, self.size_multiple)
         unknown = set(callback_on_step_end_tensor_inputs or ()) - set(self._callback_tensor_inputs)
         if unknown:
             raise ValueError(
@@ -310,16 +299,7 @@ class MHLASanaPipeline(SanaPipeline):
 
     def _check_noise(self, generator, latents, pictures: int, height: int, width: int, binning: bool) -> None:
         """Raise ValueError unless generators and latents fit the number and size of the pictures."""
-        listed = generator if isinstance(generator, list) else [generator]
-        if any(one is not None and not isinstance(one, torch.Generator) for one in listed):
-            raise ValueError(
-                "generator: give a torch.Generator or a list of them, e.g. torch.Generator().manual_seed(0)"
-            )
-        if isinstance(generator, list) and (len(generator) != pictures or None in generator):
-            raise ValueError(
-                f"generator has {len(generator)} entries for {pictures} picture(s): "
-                "give one generator for all, or one for each picture"
-            )
+        check_generators(generator, pictures)
         if latents is not None and not binning:
             shape = (
                 pictures,
@@ -329,47 +309,6 @@ class MHLASanaPipeline(SanaPipeline):
             )
             if tuple(latents.shape) != shape:
                 raise ValueError(f"latents have shape {tuple(latents.shape)}, this call needs {shape}")
-
-
-class FiniteWatch:
-    """Step callback that notes whether the latents are finite, then calls the user's own callback.
-
-    The notes stay on the device until the last step, so no step waits for it.
-    """
-
-    def __init__(self, callback: Callable | None, tensor_inputs: list[str]):
-        self.callback = callback
-        self.callback_inputs = list(tensor_inputs)
-        self.tensor_inputs = [*self.callback_inputs, *({"latents"} - set(self.callback_inputs))]
-        self.finite: list[torch.Tensor] = []
-
-    def __call__(self, pipe: MHLASanaPipeline, step: int, timestep, tensors: dict) -> dict:
-        self.finite.append(tensors["latents"].isfinite().all())
-        if step == pipe.num_timesteps - 1:
-            self.check(pipe)  # before the decoder turns them into a black picture
-        if self.callback is None:
-            return {}
-        return self.callback(pipe, step, timestep, {name: tensors[name] for name in self.callback_inputs})
-
-    def check(self, pipe: MHLASanaPipeline) -> None:
-        """Raise FloatingPointError naming the first step after which the latents were not finite."""
-        finite = torch.stack(self.finite).tolist() if self.finite else []
-        self.finite = []
-        if not all(finite):
-            pipe.maybe_free_model_hooks()
-            raise FloatingPointError(
-                f"the latents are infinite or NaN after step {finite.index(False) + 1} of "
-                f"{pipe.num_timesteps}: load the pipeline in torch.float32 or torch.bfloat16 (the "
-                f"transformer is {pipe.transformer.dtype}), or check its weights"
-            )
-
-
-def check_number(name: str, value, minimum: float, whole: bool = False) -> None:
-    """Raise ValueError unless `value` is a finite number (an int when `whole`) of at least `minimum`."""
-    kind = numbers.Integral if whole else numbers.Real
-    if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or value < minimum:
-        what = "an integer" if whole else "a finite number"
-        raise ValueError(f"{name}={value!r}: give {what} of at least {minimum}")
 
 
 def check_texts(name: str, texts) -> None:

@@ -1,0 +1,100 @@
+"""What our pipelines check before they draw, and while."""
+
+import math
+import numbers
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+
+from ..loading import check_layout, check_models
+from ..models.options import check_choice
+
+__all__ = [
+    "OUTPUT_TYPES",
+    "CheckedLoading",
+    "FiniteWatch",
+    "check_choice",
+    "check_generators",
+    "check_multiple",
+    "check_number",
+]
+
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+
+
+class CheckedLoading:
+    """Comes before the stock pipeline among the bases."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        """As in Diffusers; a folder in another layout or with a wrong index raises a one-line ValueError."""
+        folder = Path(pretrained_model_name_or_path)
+        check_layout(folder)
+        if (folder / "model_index.json").is_file():
+            check_models(folder)
+        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+
+class FiniteWatch:
+    """Step callback that notes whether the latents are finite, then calls the user's own callback.
+
+    The notes stay on the device until the last step, so no step waits for it.
+    """
+
+    def __init__(self, callback: Callable | None, tensor_inputs: list[str]):
+        self.callback = callback
+        self.callback_inputs = list(tensor_inputs)
+        self.tensor_inputs = [*self.callback_inputs, *({"latents"} - set(self.callback_inputs))]
+        self.finite: list[torch.Tensor] = []
+
+    def __call__(self, pipe: DiffusionPipeline, step: int, timestep, tensors: dict) -> dict:
+        self.finite.append(tensors["latents"].isfinite().all())
+        if step == pipe.num_timesteps - 1:
+            self.check(pipe)  # before the decoder turns them into a black picture
+        if self.callback is None:
+            return {}
+        return self.callback(pipe, step, timestep, {name: tensors[name] for name in self.callback_inputs})
+
+    def check(self, pipe: DiffusionPipeline) -> None:
+        """Raise FloatingPointError naming the first step after which the latents were not finite."""
+        finite = torch.stack(self.finite).tolist() if self.finite else []
+        self.finite = []
+        if not all(finite):
+            pipe.maybe_free_model_hooks()
+            raise FloatingPointError(
+                f"the latents are infinite or NaN after step {finite.index(False) + 1} of "
+                f"{pipe.num_timesteps}: load the pipeline in torch.float32 or torch.bfloat16 (the "
+                f"transformer is {pipe.transformer.dtype}), or check its weights"
+            )
+
+
+def check_number(name: str, value, minimum: float, whole: bool = False) -> None:
+    """Raise ValueError unless `value` is a finite number (an int when `whole`) of at least `minimum`."""
+    kind = numbers.Integral if whole else numbers.Real
+    if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value) or value < minimum:
+        what = "an integer" if whole else "a finite number"
+        raise ValueError(f"{name}={value!r}: give {what} of at least {minimum}")
+
+
+def check_multiple(name: str, size, multiple: int) -> None:
+    """Raise ValueError unless `size` is a multiple of `multiple`; names the nearest ones."""
+    if size % multiple:
+        below, above = int(size // multiple * multiple), int((size // multiple + 1) * multiple)
+        near = f"{below} or {above}" if below else f"{above}"
+        raise ValueError(f"{name}={size} is not a multiple of {multiple}: use {near}")
+
+
+def check_generators(generator, pictures: int) -> None:
+    """Raise ValueError unless `generator` is None, one generator, or a list of one for each picture."""
+    listed = generator if isinstance(generator, list) else [generator]
+    if any(one is not None and not isinstance(one, torch.Generator) for one in listed):
+        raise ValueError(
+            "generator: give a torch.Generator or a list of them, e.g. torch.Generator().manual_seed(0)"
+        )
+    if isinstance(generator, list) and (len(generator) != pictures or None in generator):
+        raise ValueError(
+            f"generator has {len(generator)} entries for {pictures} picture(s): "
+            "give one generator for all, or one for each picture"
+        )
