@@ -44,7 +44,10 @@ def number_list(text: str) -> list[int]:
 
 
 def layer_choice(text: str) -> str | list[int]:
-    return text if text == "all" else number_list(text)
+    """Layers as typed: "all", "none" or numbers joined by commas."""
+    if text in ("all", "none"):
+        return "all" if text == "all" else []
+    return number_list(text)
 
 
 def build_parser() -> OneLineParser:
@@ -175,24 +178,61 @@ def add_convert(commands) -> None:
         commands,
         "convert",
         run_convert,
-        "Turn the transformer of a SANA pipeline, or a SANA transformer folder, into an MHLA one.",
-        "The converted model computes MHLA with untrained mixing coefficients: fine-tune it before use.",
+        "Turn a DiT or SANA model into an MHLA one, or give an MHLA model another grid of blocks.",
+        "A converted stock model computes MHLA with untrained mixing coefficients: fine-tune it before use. An "
+        "MHLA model's matrices are interpolated. Nothing is written before all is checked: every key that is "
+        "unexpected or missing, sizes, shards, and the sha256 beside a file. A pickled checkpoint is read without "
+        "running what is in it.",
     )
-    parser.add_argument(
-        "source", metavar="SOURCE", help="pipeline or transformer folder in Diffusers' layout"
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="pipeline or transformer folder in Diffusers' layout, or a checkpoint file "
+        "of the original DiT, SANA or MHLA-DiT code")  # fmt: skip
+    add(
+        "out",
+        metavar="OUT",
+        help="new folder: a pipeline if SOURCE is one or --pipeline is given, else a model",
     )
-    parser.add_argument("out", metavar="OUT", help="new folder")
-    parser.add_argument("--block-grid", type=number_list, default=[4, 4], metavar="ROWS,COLUMNS",
-                        help="blocks of tokens per axis (default: 4,4)")  # fmt: skip
-    parser.add_argument("--layers", type=layer_choice, default="all", metavar="all|N[,N...]",
-                        help="layers that become MHLA (default: %(default)s)")  # fmt: skip
+    add("--block-grid", type=number_list, metavar="ROWS,COLUMNS",
+        help="blocks of tokens per axis (default: 4,4; for an MHLA-DiT checkpoint its own)")  # fmt: skip
+    add("--layers", type=layer_choice, metavar="all|none|N[,N...]",
+        help="layers that become MHLA (default: all); an MHLA model keeps its own")  # fmt: skip
+    add("--from", dest="layout", default="auto", metavar="LAYOUT",
+        help="auto, diffusers, dit, sana, sana-sprint, or official for the released MHLA-DiT code "
+        "(default: %(default)s)")  # fmt: skip
+    add("--config", metavar="FILE",
+        help="JSON with arguments of the model that an original checkpoint does not tell")  # fmt: skip
+    add("--gate", action="store_true", help="add an output gate, which starts neutral")
+    add("--local-conv", type=int, metavar="SIZE", help="add a local convolution of this size, 3 in the paper")
+    add("--variant", metavar="NAME", help="which weights of a folder to take, for example fp16")
+    add("--weights", metavar="ENTRY",
+        help="which entry of a checkpoint to take, for example model (default: ema if there is one)")  # fmt: skip
+    add("--pipeline", metavar="FOLDER",
+        help="with a checkpoint file: a pipeline folder whose other components OUT gets")  # fmt: skip
+    add("--dry-run", action="store_true", help="check everything, print what each key becomes, write nothing")
 
 
 def run_convert(args: argparse.Namespace) -> int:
     from mhla_diffusion.pipelines.conversion import convert_folder
 
-    convert_folder(args.source, args.out, block_grid=args.block_grid, layers=args.layers)
-    print(f"{args.out} written")
+    done = convert_folder(
+        args.source,
+        args.out,
+        block_grid=args.block_grid,
+        layers=args.layers,
+        layout=args.layout,
+        config=args.config,
+        gate=args.gate,
+        local_conv=args.local_conv,
+        variant=args.variant,
+        weights=args.weights,
+        pipeline=args.pipeline,
+        dry_run=args.dry_run,
+    )
+    for line in done.plan.key_map() if args.dry_run else ():
+        print(line)
+    for line in done.report():
+        print(line)
+    print("nothing written (--dry-run)" if args.dry_run else f"{args.out} written")
     return 0
 
 
@@ -240,7 +280,11 @@ def add_bench_model(parts) -> None:
     add = parser.add_argument
     add("--rows", nargs="+", default=[], metavar="TEXT", help="only the rows whose name holds one of these")
     add("--list", action="store_true", help="only print the rows' names")
-    add("--profile", action="store_true", help="in place of times, say where eager forward passes spend theirs")
+    add(
+        "--profile",
+        action="store_true",
+        help="in place of times, say where eager forward passes spend theirs",
+    )
     add("--minutes", type=float, default=9.0, help="begin no row after this time (default: %(default)s)")
     add("--seconds", type=float, default=2.0, help="how long each model is timed (default: %(default)s)")
     add("--compile-mode", default="default", choices=("default", "reduce-overhead", "max-autotune"),

@@ -136,6 +136,17 @@ def read_json(path: Path) -> dict:
     return value
 
 
+def original_files(folder: Path) -> list[Path]:
+    """Weight files in a folder that is not in Diffusers' layout: those that `mhla convert` reads."""
+    if (folder / "model_index.json").is_file():
+        return []
+    patterns = ("*.pth", "*.pt", "*.ckpt", "*/*.pth", "*/*.pt", "*/*.ckpt")
+    found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    if not (folder / "config.json").is_file():
+        found += sorted(folder.glob("*.safetensors"))
+    return found
+
+
 def check_safetensors(path: Path) -> None:
     """Raise ValueError unless the size of a safetensors file is the one that its header promises."""
     size = path.stat().st_size

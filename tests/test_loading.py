@@ -96,7 +96,7 @@ def test_an_original_layout_names_the_converter(tmp_path, file):
     (folder / file).touch()
     message = refused(folder)
     assert "original layout" in message and file in message
-    assert "scripts/convert_sana_to_diffusers.py --orig_ckpt_path" in message
+    assert f"mhla convert {folder / file} {folder}-mhla --pipeline" in message
     with pytest.raises(ValueError, match="original layout"):
         MHLASanaPipeline.from_pretrained(folder)
 

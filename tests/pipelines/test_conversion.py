@@ -59,7 +59,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(tmp_path):
     shutil.copytree(stock, other)
     config = json.loads((other / "config.json").read_text()) | {"_class_name": "WanTransformer3DModel"}
     (other / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="holds a WanTransformer3DModel"):
+    with pytest.raises(ValueError, match="the model is a WanTransformer3DModel"):
         convert_folder(other, tmp_path / "out")
     weights = next(stock.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-8])

@@ -1,0 +1,337 @@
+"""What a conversion will do, worked out from keys, shapes and configs before any weight is copied."""
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+
+from ..mixing import interpolate_mixing
+from .checkpoint_layouts import find_layout
+from .checkpoints import Change, Layout, Move, compressed, expand, unexpected_message
+from .convert import FAMILIES, Family
+from .mixin import MHLAModelMixin
+from .options import check_block_grid, check_layers
+from .tensor_files import Entry, TensorFile
+
+__all__ = ["Plan", "make_plan"]
+
+# A class that Diffusers has renamed, by the field of its config that tells which model it is.
+LEGACY = {("Transformer2DModel", "ada_norm_zero"): "DiTTransformer2DModel"}
+MIXING = ".attn1.mixing.weight"
+
+
+@dataclass
+class Plan:
+    """A converted model without values (on the meta device), and where each value will come from."""
+
+    model: MHLAModelMixin
+    family: Family
+    layout: Layout | None
+    files: Sequence[TensorFile]
+    moves: dict[str, tuple[TensorFile, Move]]
+    new: list[str]
+    left_out: dict[str, str]
+    grids: tuple[tuple[int, ...], tuple[int, ...]]  # block grid before and after
+    drift: dict[str, float] = field(default_factory=dict)  # round-trip error of each interpolated matrix
+
+    def entries(self) -> list[list[Entry]]:
+        """What to write, one list for each file that is read; new weights come with the last one."""
+        expected = self.model.state_dict()
+        lists: list[list[Entry]] = [[] for _ in self.files]
+        place = {id(file): n for n, file in enumerate(self.files)}
+        for key, (file, move) in self.moves.items():
+            dtype = torch.float32 if key.endswith(MIXING) else file.specs[move.source][1]
+
+            def values(file=file, move=move):
+                return move.take(file.read(move.source))
+
+            lists[place[id(file)]].append(Entry(key, tuple(expected[key].shape), dtype, values))
+        for key in self.new:
+            lists[-1].append(
+                Entry(key, tuple(expected[key].shape), expected[key].dtype, lambda key=key: self.start(key))
+            )
+        return lists
+
+    def start(self, key: str) -> torch.Tensor:
+        """The documented start of one new weight."""
+        self.model.initialise_new_weights([key], device="cpu")
+        value = self.model.get_parameter(key).detach()
+        self.model.get_submodule(key.rpartition(".")[0]).to("meta")  # keeps one weight in memory at a time
+        return value
+
+    def key_map(self) -> list[str]:
+        """One line for each weight: where it comes from and what it becomes."""
+        expected = self.model.state_dict()
+        lines = []
+        for key, (_, move) in self.moves.items():
+            note = f" ({move.describe()})" if move.describe() else ""
+            lines.append(f"{move.source} -> {key} {tuple(expected[key].shape)}{note}")
+        lines += [f"(new) -> {key} {tuple(expected[key].shape)}" for key in self.new]
+        return lines + [f"{key} -> (left out: {why})" for key, why in self.left_out.items()]
+
+    def summary(self) -> list[str]:
+        """What happens, in a few lines."""
+        chosen, layers = self.model.config.mhla_layers, self.model.config.num_layers
+        before, after = self.grids
+        where = self.layout.title if self.layout else "Diffusers' layout"
+        count = layers if chosen is None else len(chosen)
+        lines = [
+            f"{type(self.model).__name__} with {'x'.join(map(str, after))} blocks in {count} of {layers} layers, "
+            f"from {where}",
+            f"{len(self.moves)} weights taken over, {len(self.new)} new"
+            + (f": {compressed(self.new)}" if self.new else ""),
+        ]
+        taken = next((file for file in self.files if file.taken_from), None)
+        if taken:
+            lines.append(f"weights taken from the entry {taken.taken_from!r} of {taken.path.name}")
+        lines += [f"left out: {key} ({why})" for key, why in self.left_out.items()]
+        if self.drift:
+            errors = list(self.drift.values())
+            lines.append(
+                f"mixing interpolated from {before} to {after} blocks; there and back differs by "
+                f"{sum(errors) / len(errors):.2e} on average, at most {max(errors):.2e} (relative)"
+            )
+        return lines
+
+
+def make_plan(
+    files: Sequence[TensorFile],
+    stored: Mapping | None,
+    *,
+    layout: str = "auto",
+    given: Mapping | None = None,
+    block_grid: Sequence[int] | None = None,
+    layers: str | Sequence[int] | None = None,
+    gate: bool = False,
+    local_conv: int | None = None,
+) -> Plan:
+    """Work out a conversion.
+
+    Args:
+        files: all weight files of the model.
+        stored: the config.json beside them, for a model in Diffusers' layout; None for another layout.
+        layout: name of that other layout, or "auto".
+        given: arguments of the model that the files do not tell, or that shall replace what they tell.
+        block_grid: blocks per axis; None: (4, 4) for a stock model, for an MHLA model its own.
+        layers: "all" (also None), or indices. An MHLA model keeps the layers that it has.
+        gate, local_conv: as in `convert`.
+
+    Raises ValueError (one line) when a key is unexpected, missing or of another shape, when a position table
+    is not the one that the model computes, and on an option outside its range.
+    """
+    shapes = {key: spec[0] for file in files for key, spec in file.specs.items()}
+    owner = {key: file for file in files for key in file.specs}
+    found: Layout | None = None
+    if stored is None:
+        found = find_layout(shapes, layout)
+        moves, left_out, unexpected = expand(found, shapes)
+        if unexpected:
+            raise ValueError(unexpected_message("the checkpoint", unexpected, found))
+        name, arguments = (
+            found.model,
+            found.read_config(shapes, lambda key: owner[key].read(key), given or {}),
+        )
+    else:
+        if layout not in ("auto", "diffusers"):
+            raise ValueError(f"the folder is in Diffusers' layout, not in {layout!r}: leave --from out")
+        moves, left_out = [Move(key, key) for key in shapes], {}
+        name, arguments = class_and_arguments(stored)
+    family = family_named(name)
+    converted_before = name == family.ours.__name__
+    arguments = {**arguments, **checked_arguments(given or {}, family.ours, "--config")}
+    before = tuple(arguments.get("mhla_block_grid", ())) if converted_before else ()
+    if converted_before:
+        refuse_changes(layers, gate, local_conv)
+        if block_grid is None and found is None:
+            raise ValueError(
+                f"the model is an {name} with block_grid {before} already: give another one with --block-grid"
+            )
+        after = check_block_grid(before if block_grid is None else block_grid)
+        arguments["mhla_block_grid"] = after
+    else:
+        after = check_block_grid((4, 4) if block_grid is None else block_grid)
+        arguments |= {
+            **family.numerics,
+            "mhla_block_grid": after,
+            "mhla_layers": chosen_layers(layers, arguments["num_layers"]),
+            "mhla_gate": gate,
+            "mhla_local_conv": local_conv,
+        }
+    with init_empty_weights():
+        model = family.ours(**arguments).requires_grad_(False)
+    # The plain `to`: the models' own warns about the mixing matrices, which stay float32 by themselves.
+    nn.Module.to(model, narrowest([spec[1] for file in files for spec in file.specs.values()]))
+    after = tuple(after)
+    if before and before != after:
+        moves = [
+            interpolated(move, before, after) if move.target.endswith(MIXING) else move for move in moves
+        ]
+    plan = Plan(model, family, found, files, {}, [], left_out, (before, after))
+    plan.moves = checked_moves(moves, owner, model, shapes)
+    plan.new = new_weights(model, plan.moves, may_be_new=not converted_before)
+    if found is not None and found.positions in shapes:
+        check_positions(model, owner[found.positions].read(found.positions), found.positions)
+    if before and before != after:
+        for key, (file, move) in plan.moves.items():
+            if key.endswith(MIXING):
+                plan.drift[key] = round_trip_error(
+                    move.take(file.read(move.source)).double(), file, move, plan.grids
+                )
+    return plan
+
+
+def class_and_arguments(stored: Mapping) -> tuple[str, dict]:
+    """Class name and arguments out of a config.json."""
+    name = stored.get("_class_name")
+    legacy = LEGACY.get((name, stored.get("norm_type")))
+    if stored.get("quantization_config"):
+        raise ValueError("the model is quantised: convert the unquantised one and quantise the result")
+    arguments = {key: value for key, value in stored.items() if not key.startswith("_")}
+    if legacy is None:
+        family = family_named(name)
+        return name, checked_arguments(
+            arguments, family.ours if name == family.ours.__name__ else family.stock, "config.json"
+        )
+    known = set(inspect.signature(family_named(legacy).stock.__init__).parameters)
+    extra = {
+        key: value for key, value in arguments.items() if key not in known and value not in (None, False, 0)
+    }
+    if extra:
+        key = next(iter(extra))
+        raise ValueError(
+            f"config.json has {key}={extra[key]!r}, which {legacy} does not know: remove it if it is idle"
+        )
+    return legacy, {key: value for key, value in arguments.items() if key in known}
+
+
+def family_named(name) -> Family:
+    for family in FAMILIES:
+        if name in (family.stock.__name__, family.ours.__name__):
+            return family
+    known = ", ".join(kind.__name__ for family in FAMILIES for kind in (family.stock, family.ours))
+    raise ValueError(f"the model is a {name}; what can be converted: {known}")
+
+
+def checked_arguments(arguments: Mapping, kind: type, place: str) -> dict:
+    """The same arguments. Raises ValueError on one that the class does not take."""
+    known = set(inspect.signature(kind.__init__).parameters) - {"self"}
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = (
+                f", did you mean {near[0]}?" if near else ": remove it, or upgrade diffusers if it is newer"
+            )
+            raise ValueError(f"{place} has {name!r}, which {kind.__name__} does not know{hint}")
+    return dict(arguments)
+
+
+def refuse_changes(layers, gate: bool, local_conv: int | None) -> None:
+    for name, value in (("layers", layers), ("gate", gate or None), ("local-conv", local_conv)):
+        if value is not None:
+            raise ValueError(
+                f"an MHLA model keeps the layers and options that it has: leave --{name} out (--block-grid can change)"
+            )
+
+
+def chosen_layers(layers: str | Sequence[int] | None, count: int) -> list[int] | None:
+    if layers is None or layers == "all":
+        return None
+    if isinstance(layers, str):
+        raise ValueError(f"layers={layers!r}: give 'all' or a list of layer indices")
+    return check_layers(layers, count)
+
+
+def narrowest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The type of new weights: a half-precision model keeps some weights in float32."""
+    return next((dtype for dtype in (torch.float16, torch.bfloat16) if dtype in dtypes), torch.float32)
+
+
+def interpolated(move: Move, before: tuple[int, ...], after: tuple[int, ...]) -> Move:
+    """The move with the mixing matrix carried over to another block grid, in float64."""
+    own = move.change
+
+    def forward(tensor: torch.Tensor) -> torch.Tensor:
+        matrix = tensor if own is None else own.forward(tensor)
+        return interpolate_mixing(matrix.double(), before, after).float()
+
+    def backward(tensor: torch.Tensor) -> torch.Tensor:
+        matrix = interpolate_mixing(tensor.double(), after, before).float()
+        return matrix if own is None else own.backward(matrix)
+
+    name = f"interpolated from {before} to {after} blocks"
+    return Move(move.target, move.source, move.part, move.parts, Change(name, forward, backward))
+
+
+def round_trip_error(matrix: torch.Tensor, file: TensorFile, move: Move, grids) -> float:
+    """How much of a matrix is lost on the way to the other grid and back, relative to its norm."""
+    original = file.read(move.source).double().flatten()
+    back = interpolate_mixing(matrix, grids[1], grids[0]).flatten()
+    return ((back - original).norm() / original.norm().clamp_min(1e-30)).item()
+
+
+def checked_moves(
+    moves: Sequence[Move], owner: Mapping[str, TensorFile], model: MHLAModelMixin, shapes: Mapping
+) -> dict[str, tuple[TensorFile, Move]]:
+    """The moves by our key. Raises ValueError when the model has no place for one, or one of another shape."""
+    expected = model.state_dict()
+    unexpected = [move.source for move in moves if move.target not in expected]
+    if unexpected:
+        raise ValueError(
+            f"the checkpoint holds {len(unexpected)} weights that this {type(model).__name__} has no place for: "
+            f"{compressed(dict.fromkeys(unexpected))}; it does not belong to its config"
+        )
+    result: dict[str, tuple[TensorFile, Move]] = {}
+    for move in moves:
+        if move.target in result:
+            raise ValueError(f"{move.source} and {result[move.target][1].source} both become {move.target}")
+        # Interpolation changes the shape of what is read; everything else can be tried without values.
+        if move.target.endswith(MIXING):
+            got = tuple(move.take(owner[move.source].read(move.source)).shape)
+        else:
+            got = tuple(move.take(torch.empty(shapes[move.source], device="meta")).shape)
+        if got != tuple(expected[move.target].shape):
+            raise ValueError(
+                f"{move.source} gives {move.target} the shape {got}, but this {type(model).__name__} has "
+                f"{tuple(expected[move.target].shape)}: the checkpoint does not belong to its config"
+            )
+        result[move.target] = (owner[move.source], move)
+    return result
+
+
+def new_weights(model: MHLAModelMixin, moves: Mapping, may_be_new: bool) -> list[str]:
+    """Keys that the checkpoint lacks and MHLA adds. Raises ValueError when it lacks any other."""
+    absent = [key for key in model.state_dict() if key not in moves]
+    ours = {
+        f"{prefix}.{name}.{weight}"
+        for prefix, attention in model.named_modules()
+        if hasattr(attention, "new_modules")
+        for name, module in attention.new_modules()
+        for weight, _ in module.named_parameters()
+    }
+    missing = [key for key in absent if not may_be_new or key not in ours]
+    if missing:
+        raise ValueError(
+            f"the checkpoint lacks {len(missing)} weights of this {type(model).__name__}: {compressed(missing)}; "
+            "nothing is made up in their place, so give a complete checkpoint"
+        )
+    return absent
+
+
+def check_positions(model: MHLAModelMixin, table: torch.Tensor, key: str) -> None:
+    """Raise ValueError unless a stored position table is the one that the model computes by itself."""
+    computed = next((buffer for name, buffer in model.named_buffers() if name.endswith("pos_embed")), None)
+    if computed is None:
+        computed = torch.zeros(1, 1, 1)
+    elif computed.shape != table.shape:
+        raise ValueError(f"{key} of shape {tuple(table.shape)} is not the model's, {tuple(computed.shape)}")
+    difference = (table.float() - computed).abs().max().item()
+    allowed = 1e-3 if table.dtype == torch.float32 else 2e-2
+    if not difference <= allowed:
+        raise ValueError(
+            f"{key} differs from the positions that the model computes (by up to {difference:.3g}): it was trained or "
+            "is of another kind, and would be lost"
+        )
