@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from ..attention import GridSelfAttention, MHLASelfAttention
+from .adapters import AdapterMixin
 from .options import attention_options, check_options
 
 
-class MHLAModelMixin:
+class MHLAModelMixin(AdapterMixin):
     """Comes before the stock class among the bases of a model whose config has the `mhla_` fields."""
 
     _keep_in_fp32_modules = ["mixing"]

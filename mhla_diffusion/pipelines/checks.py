@@ -9,6 +9,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from ..loading import check_layout, check_models
+from ..models.adapters import AdapterMixin, load_adapter
 from ..models.options import check_choice
 
 __all__ = [
@@ -35,6 +36,20 @@ class CheckedLoading:
         if (folder / "model_index.json").is_file():
             check_models(folder)
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+    def load_lora_weights(
+        self,
+        pretrained_model_name_or_path_or_dict,
+        adapter_name: str | None = None,
+        hotswap: bool = False,
+        **where,
+    ) -> None:
+        """As in Diffusers; a mixing and the like may come with the LoRA, see `load_adapter`."""
+        source = pretrained_model_name_or_path_or_dict
+        if isinstance(self.transformer, AdapterMixin):
+            load_adapter(self, source, adapter_name=adapter_name, hotswap=hotswap, **where)
+        else:
+            super().load_lora_weights(source, adapter_name=adapter_name, hotswap=hotswap, **where)
 
 
 class FiniteWatch:

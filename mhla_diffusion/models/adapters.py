@@ -1,0 +1,241 @@
+"""Adapters: LoRA on our models, together with the weights that a stock model lacks (mixing, gate, convolution, norm).
+
+A file holds LoRA pairs under stock's names, and new weights under the model's own. `load_adapter` and `save_adapter`
+take both in one call; the stock pipelines' `load_lora_weights` takes files of LoRA pairs only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from diffusers.loaders import SanaLoraLoaderMixin
+from safetensors.torch import save_file
+from torch import nn
+
+from ..attention import GridSelfAttention
+
+PREFIX = "transformer"
+FILE_NAME = "pytorch_lora_weights.safetensors"
+SHOWN = 3
+
+
+class AdapterMixin:
+    """Loads LoRA pairs whole or not at all, new weights of the model with them, and takes both away again."""
+
+    # New weights as they were before an adapter brought its own, and that adapter's name; None: no adapter did.
+    _before_adapter: dict[str, torch.Tensor] | None = None
+    _bringing_adapter: str | None = None
+    _adapter_is_fused = False
+
+    def load_lora_adapter(self, source, prefix: str | None = PREFIX, hotswap: bool = False, **kwargs) -> None:
+        """As in Diffusers, where `source` may hold new weights of this model as well.
+
+        Raises ValueError, and changes nothing, when a weight in `source` has no place in this model, when there is
+        none for this model, or when new weights of another adapter are loaded already.
+        """
+        if not isinstance(source, dict):
+            names = (
+                "cache_dir",
+                "force_download",
+                "local_files_only",
+                "proxies",
+                "revision",
+                "subfolder",
+                "token",
+            )
+            where = {name: kwargs.pop(name) for name in (*names, "weight_name") if name in kwargs}
+            source, metadata = SanaLoraLoaderMixin.lora_state_dict(source, return_lora_metadata=True, **where)
+            kwargs.setdefault("metadata", metadata)
+        if kwargs.get("metadata"):  # what it lists there comes without PEFT
+            kwargs["metadata"] = {
+                k: v for k, v in kwargs["metadata"].items() if not k.endswith("modules_to_save")
+            }
+        dot = "" if prefix is None else f"{prefix}."
+        pairs, own = self._sorted_adapter(source, dot)
+        if own and self._before_adapter is not None and not hotswap:
+            raise ValueError(
+                "new weights (mixing and the like) of another adapter are loaded already, and there is one place for "
+                "them: unload_lora_weights() first, or hotswap=True with that adapter's name"
+            )
+        if own and any(place.is_meta for place in new_weights(self).values()):
+            raise ValueError(
+                "the transformer's weights are offloaded one by one: load the adapter, and then "
+                "enable_sequential_cpu_offload()"
+            )
+        known = set(getattr(self, "peft_config", {}))
+        if pairs:
+            super().load_lora_adapter(pairs, prefix=prefix, hotswap=hotswap, **kwargs)
+        if own or (hotswap and kwargs.get("adapter_name") == self._bringing_adapter):
+            self._take_new_weights(own)
+            name = kwargs.get("adapter_name")
+            self._bringing_adapter = name or next(iter(set(getattr(self, "peft_config", {})) - known), None)
+
+    def _sorted_adapter(self, source: dict, dot: str) -> tuple[dict, dict]:
+        """LoRA pairs with their prefix, and new weights without; ValueError when one of them has no place."""
+        places, modules = new_weights(self), dict(self.named_modules())
+        pairs, own, lost = {}, {}, []
+        for key, tensor in source.items():
+            name = key.removeprefix(dot)
+            if not key.startswith(dot):
+                lost.append(key)
+            elif name in places:
+                own[name] = tensor
+                if tensor.shape != places[name].shape:
+                    lost.append(f"{key} of shape {tuple(tensor.shape)} for {tuple(places[name].shape)}")
+            else:
+                pairs[key] = tensor
+                if not pair_fits(name, tensor, modules):
+                    lost.append(key)
+        if lost or not source:
+            what = f"{len(lost)} of its {len(source)} weights have no place" if source else "it is empty"
+            shown = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
+            raise ValueError(
+                f"the adapter does not belong to this {type(self).__name__}: {what} ({shown or 'no weights'}); take "
+                f"one that was made for a model with the same layers, width and mhla_ options"
+            )
+        return pairs, own
+
+    @torch.no_grad()
+    def _take_new_weights(self, own: dict[str, torch.Tensor]) -> None:
+        places = new_weights(self)
+        before = self._before_adapter or {}
+        # An adapter that is swapped for one without some of them gives the model's own back.
+        for name, tensor in {**before, **own}.items():
+            before.setdefault(name, places[name].detach().clone())
+            places[name].copy_(tensor)
+        self._before_adapter, self._adapter_is_fused = before, False
+
+    def unload_lora(self, *args, **kwargs) -> None:
+        """Take adapters away; new weights go back to what they were, unless fused before."""
+        super().unload_lora(*args, **kwargs)
+        self._give_back_new_weights()
+
+    def delete_adapters(self, adapter_names: list[str] | str) -> None:
+        """As in Diffusers; the new weights that one of the adapters brought go back to what they were."""
+        super().delete_adapters(adapter_names)
+        if self._bringing_adapter in ([adapter_names] if isinstance(adapter_names, str) else adapter_names):
+            self._give_back_new_weights()
+
+    @torch.no_grad()
+    def _give_back_new_weights(self) -> None:
+        if self._before_adapter is not None and not self._adapter_is_fused:
+            places = new_weights(self)
+            for name, tensor in self._before_adapter.items():
+                places[name].copy_(tensor)
+        self._before_adapter, self._bringing_adapter, self._adapter_is_fused = None, None, False
+
+    def fuse_lora(self, *args, **kwargs) -> None:
+        """Merge LoRA pairs into the weights; new weights of an adapter stay for good."""
+        super().fuse_lora(*args, **kwargs)
+        self._adapter_is_fused = True
+
+    def unfuse_lora(self, *args, **kwargs) -> None:
+        super().unfuse_lora(*args, **kwargs)
+        self._adapter_is_fused = False
+
+
+def pair_fits(name: str, tensor: torch.Tensor, modules: dict[str, nn.Module]) -> bool:
+    """Whether a weight of a LoRA pair has a module to attach to, of the same width."""
+    path, found, kind = name.partition(".lora_")
+    if not found:
+        return "lora" in name  # another naming: Diffusers translates or refuses it
+    module = modules.get(path)
+    width = {
+        "A": getattr(module, "in_features", getattr(module, "in_channels", None)),
+        "B": getattr(module, "out_features", getattr(module, "out_channels", None)),
+    }.get(kind[:1])
+    return module is not None and (width is None or tensor.ndim < 2 or tensor.shape[kind[0] == "A"] == width)
+
+
+def new_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every weight by name that a stock model lacks; those that PEFT keeps a copy of are PEFT's to load and save."""
+    found = {}
+    for prefix, attention in model.named_modules():
+        if isinstance(attention, GridSelfAttention):
+            for name, module in attention.new_modules():
+                if not hasattr(module, "modules_to_save"):
+                    found |= {f"{prefix}.{name}.{key}": weight for key, weight in module.named_parameters()}
+    return found
+
+
+def is_new_weight(model: nn.Module, name: str) -> bool:
+    owner = name.rpartition(".attn1.")[0] + ".attn1"
+    attention = dict(model.named_modules()).get(owner)
+    names = dict(attention.new_modules()) if isinstance(attention, GridSelfAttention) else {}
+    return name.removeprefix(f"{owner}.").partition(".")[0] in names
+
+
+def save_adapter(target, folder: str | os.PathLike, *, adapter_name: str = "default") -> Path:
+    """Write an adapter of a pipeline or transformer to `folder`, LoRA pairs and new weights together.
+
+    Args:
+        target: a pipeline whose transformer is one of ours, or such a transformer.
+        folder: made if it is not there; the file's name in it is `pytorch_lora_weights.safetensors`.
+        adapter_name: which adapter. New weights go along when they train (`requires_grad`), when they are PEFT's
+            `modules_to_save`, or when an adapter brought them.
+
+    Returns the file's path. Raises ValueError when there is nothing to save.
+    """
+    from peft.utils import get_peft_model_state_dict
+
+    model = transformer_of(target)
+    config = getattr(model, "peft_config", {}).get(adapter_name)
+    state = get_peft_model_state_dict(model, adapter_name=adapter_name) if config is not None else {}
+    brought = model._before_adapter or {}
+    for name, weight in new_weights(model).items():
+        if weight.requires_grad or name in brought:
+            state[name] = weight.detach()
+    whole = [name for name in state if "lora_" not in name and not is_new_weight(model, name)]
+    if whole:
+        raise ValueError(
+            f"modules_to_save holds weights of the stock model ({', '.join(whole[:SHOWN])}): an adapter has LoRA pairs "
+            "and new weights only; save_pretrained saves the whole model"
+        )
+    if not state:
+        raise ValueError(
+            f"nothing to save: there is no adapter {adapter_name!r}, and no mixing, gate, convolution or norm trains"
+        )
+    metadata = {"format": "pt"}
+    if config is not None:
+        plain = {
+            f"{PREFIX}.{name}": sorted(value) if isinstance(value, set) else value
+            for name, value in config.to_dict().items()
+        }
+        metadata["lora_adapter_metadata"] = json.dumps(plain, indent=2, sort_keys=True)
+    path = Path(folder) / FILE_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {f"{PREFIX}.{name}": x.detach().cpu().contiguous() for name, x in state.items()}, path, metadata
+    )
+    return path
+
+
+def load_adapter(target, source, *, adapter_name: str | None = None, hotswap: bool = False, **where) -> None:
+    """Load an adapter into a pipeline or transformer: LoRA pairs, and the mixing and the like that come with them.
+
+    Args:
+        target: a pipeline whose transformer is one of ours, or such a transformer. An offloaded pipeline stays
+            offloaded.
+        source: folder or file of `save_adapter` or of a stock `save_lora_weights`, or its tensors by name.
+        adapter_name: for `set_adapters` and the like; None: Diffusers names it.
+        hotswap: put the tensors in place of those of the loaded adapter `adapter_name`, without recompilation.
+        where: `weight_name`, `subfolder`, `revision`, ... as in `load_lora_weights`.
+
+    `unload_lora_weights()` takes all of it away again, `fuse_lora()` makes it permanent. Raises ValueError (nothing
+    is changed) when a weight has no place in the model.
+    """
+    model = transformer_of(target)
+    pipeline = None if model is target else target
+    model.load_lora_adapter(source, adapter_name=adapter_name, hotswap=hotswap, _pipeline=pipeline, **where)
+
+
+def transformer_of(target) -> AdapterMixin:
+    model = getattr(target, "transformer", target)
+    if not isinstance(model, AdapterMixin):
+        raise ValueError(
+            f"adapters with new weights belong to MHLA models, got a {type(model).__name__}: convert it first"
+        )
+    return model
