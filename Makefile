@@ -14,13 +14,15 @@ OUT ?= outputs
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --constraint constraints.txt
 
-.PHONY: help install install-dev demo sheet test test-gpu lint format clean
+.PHONY: help install install-dev demo sheet test test-gpu bench memcheck lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      install, then draw a contact sheet of 8 pictures with the shipped pipeline"
 	@echo "make test      install, then run every test that needs no GPU"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make bench     time the operator beside its peers, and against the number of tokens, into outputs/"
+	@echo "make memcheck  the kernels under NVIDIA's memory checker (CUDA device, compute-sanitizer)"
 	@echo "make sheet     draw the contact sheet that the README shows"
 	@echo "make lint      check style and format;  make format  mend them"
 	@echo "make clean     remove the environment and what building left behind"
@@ -56,6 +58,14 @@ test: install-dev
 
 test-gpu: install-dev
 	$(BIN)/python -m pytest -m gpu --numprocesses $(GPU_JOBS) --dist worksteal
+
+bench: install-dev
+	$(BIN)/mhla bench op --out $(OUT)/op.json
+	$(BIN)/mhla bench op --scaling --out $(OUT)/op_scaling.json
+	$(BIN)/python eval/plot_scaling.py $(OUT)/op_scaling.json $(OUT)/operator_scaling.png
+
+memcheck: install-dev
+	$(BIN)/python eval/check_memory.py --out eval/results/memcheck_h200.txt
 
 lint: install-dev
 	$(BIN)/ruff check .
