@@ -1,0 +1,518 @@
+"""MHLADiTTransformer2DModel: stock where MHLA is off, and what stock lacks where it is on."""
+
+import inspect
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import DiTTransformer2DModel, FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+from diffusers.models.attention_processor import AttnProcessor2_0
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, inject_adapter_in_model
+from peft.utils import get_peft_model_state_dict
+from tiny_dit import CLASSES, TRANSFORMER, stock_transformer, transformer_inputs
+
+from mhla_diffusion.attention import MHLADiTAttention, SoftmaxDiTAttention
+from mhla_diffusion.mixing import initial_mixing
+from mhla_diffusion.models.convert import convert, restore
+from mhla_diffusion.models.dit import MHLADiTTransformer2DModel
+
+EVERYTHING = {
+    "mhla_gate": True,
+    "mhla_local_conv": 3,
+    "mhla_norm_out": True,
+    "mhla_norm_in": True,
+    "mhla_per_head_mixing": True,
+}
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
+
+
+def model(seed: int = 0, **options) -> MHLADiTTransformer2DModel:
+    torch.manual_seed(seed)
+    return MHLADiTTransformer2DModel(**({"mhla_block_grid": (2, 2)} | TRANSFORMER | options)).eval()
+
+
+def stirred(target: torch.nn.Module, seed: int = 5) -> torch.nn.Module:
+    """The same module with every weight moved off its start, so that no part is neutral."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter += 0.05 * torch.rand(parameter.shape, generator=draw)
+    return target
+
+
+def run(target: torch.nn.Module, **inputs) -> torch.Tensor:
+    return target(**(inputs or transformer_inputs())).sample
+
+
+def public(config) -> dict:
+    return {name: value for name, value in config.items() if not name.startswith("_")}
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def test_every_stock_argument_has_the_stock_default():
+    stock = inspect.signature(DiTTransformer2DModel.__init__).parameters
+    ours = inspect.signature(MHLADiTTransformer2DModel.__init__).parameters
+    assert {name: ours[name].default for name in stock} == {name: p.default for name, p in stock.items()}
+    assert {name for name in ours if name not in stock} == {n for n in ours if n.startswith("mhla_")}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("changes", [{}, {"out_channels": None, "patch_size": 4, "attention_bias": False}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_mhla_it_is_the_stock_model_bit_for_bit(changes, dtype):
+    stock, ours = stock_transformer(**changes).to(dtype), model(mhla_layers=[], **changes).to(dtype)
+    assert stock.state_dict().keys() == ours.state_dict().keys()
+    assert all(torch.equal(ours.state_dict()[key], value) for key, value in stock.state_dict().items())
+    for size in ((8, 8), (12, 12)):  # the trained size, and one whose positions are stretched
+        inputs = transformer_inputs(size=size, dtype=dtype)
+        assert torch.equal(run(stock, **inputs), run(ours, **inputs))
+
+
+def test_the_same_seed_gives_the_same_shared_weights_whatever_the_attention():
+    stock = stock_transformer().state_dict()
+    for options in (EVERYTHING, {"mhla_layers": [0]}, {"mhla_layers": [], "mhla_other_layers": "softmax"}):
+        ours = model(**options).state_dict()
+        assert all(torch.equal(ours[key], value) for key, value in stock.items())
+    after = torch.rand(1)
+    stock_transformer()
+    assert torch.equal(after, torch.rand(1))
+
+
+def test_layers_get_the_attention_they_were_given():
+    hybrid = model(num_layers=3, mhla_layers=[2, 0], mhla_gate=True)
+    kinds = [type(layer.attn1).__name__ for layer in hybrid.transformer_blocks]
+    assert kinds == ["MHLADiTAttention", "Attention", "MHLADiTAttention"]
+    assert hybrid.config.mhla_layers == [0, 2]
+    softmax = model(mhla_layers=[0], mhla_other_layers="softmax", **EVERYTHING)
+    assert type(softmax.transformer_blocks[1].attn1) is SoftmaxDiTAttention
+    new = {key.split(".")[3] for key in softmax.state_dict() if key.startswith("transformer_blocks.1.attn1.")}
+    assert new == {"to_q", "to_k", "to_v", "to_out", "to_gate", "local_conv"}
+
+
+@torch.no_grad()
+def test_softmax_layers_of_ours_equal_the_stock_attention():
+    ours = model(mhla_layers=[], mhla_other_layers="softmax", mhla_gate=True, mhla_local_conv=3)
+    assert relative(run(ours), run(stock_transformer())) < 1e-6
+
+
+@torch.no_grad()
+def test_one_layer_computes_what_its_formula_says():
+    """A whole model of one layer, spelled out: positions, modulation, MHLA with all its options, unpatchify."""
+    ours = stirred(model(num_layers=1, **EVERYTHING)).double()
+    inputs = transformer_inputs(size=(8, 12), dtype=torch.float64)
+    layer, attention = ours.transformer_blocks[0], ours.transformer_blocks[0].attn1
+    rows, columns, width = 4, 6, 16
+
+    def waves(position: torch.Tensor) -> torch.Tensor:
+        angle = position[:, None] / 10000 ** (torch.arange(width // 4).double() / (width / 4))
+        return torch.cat((angle.sin(), angle.cos()), dim=1)
+
+    y = waves(torch.arange(rows).double() * 4 / rows)[:, None].expand(rows, columns, -1)
+    x = waves(torch.arange(columns).double() * 4 / columns)[None].expand(rows, columns, -1)
+    positions = torch.cat((x, y), dim=-1).reshape(rows * columns, width)
+    tokens = ours.pos_embed.proj(inputs["hidden_states"]).flatten(2).transpose(1, 2) + positions
+
+    frequencies = torch.exp(-math.log(10000) * torch.arange(128).double() / 127)
+    angle = inputs["timestep"][:, None] * frequencies
+    first, second = layer.norm1.emb.timestep_embedder.linear_1, layer.norm1.emb.timestep_embedder.linear_2
+    time = second(F.silu(first(torch.cat((angle.cos(), angle.sin()), dim=1))))
+    conditioning = time + layer.norm1.emb.class_embedder.embedding_table.weight[inputs["class_labels"]]
+    parts = layer.norm1.linear(F.silu(conditioning))[:, None].chunk(6, dim=-1)
+
+    h = attention.norm_in(F.layer_norm(tokens, (width,), eps=1e-6) * (1 + parts[1]) + parts[0])
+    q, k, v = (f(h).unflatten(-1, (2, 8)) for f in (attention.to_q, attention.to_k, attention.to_v))
+    q, k = q.relu() + 1e-6, k.relu() + 1e-6
+    block = torch.tensor([2 * (r // 2) + c // 3 for r in range(rows) for c in range(columns)])
+    weights = attention.mixing()[:, block][:, :, block].double()  # (H, N, N): of query token and key token
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, k) * weights
+    core = torch.einsum("bhnm,bmhd->bnhd", scores / scores.sum(-1, keepdim=True), v)
+    core = core * torch.rsqrt(core.square().mean(-1, keepdim=True) + 1e-6) * attention.norm_out.weight
+    core = core * F.silu(attention.to_gate(h) + 1.2784645).unflatten(-1, (2, 8))
+    picture = v.flatten(2).transpose(1, 2).unflatten(-1, (rows, columns))
+    local = attention.local_conv(picture).flatten(2).transpose(1, 2)
+    tokens = tokens + parts[2] * attention.to_out[0](core.flatten(2) + local)
+    h = F.layer_norm(tokens, (width,), eps=1e-5) * (1 + parts[4]) + parts[3]
+    tokens = tokens + parts[5] * layer.ff(h)
+
+    shift, scale = ours.proj_out_1(F.silu(conditioning))[:, None].chunk(2, dim=-1)
+    out = ours.proj_out_2(F.layer_norm(tokens, (width,), eps=1e-6) * (1 + scale) + shift)
+    expected = torch.empty(2, 8, 8, 12, dtype=torch.float64)
+    for token in range(rows * columns):
+        r, c = divmod(token, columns)
+        patch = out[:, token].unflatten(-1, (2, 2, 8)).permute(0, 3, 1, 2)
+        expected[:, :, 2 * r : 2 * r + 2, 2 * c : 2 * c + 2] = patch
+    assert relative(run(ours, **inputs), expected) < 1e-6  # the stock embedder rounds angles to float32
+
+
+@torch.no_grad()
+@settings(max_examples=15)
+@given(
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 9),
+    blocks=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    everything=st.booleans(),
+)
+@pytest.mark.filterwarnings("ignore:the token grid holds only")
+def test_any_grid_equals_the_reference_and_an_item_its_single_run(rows, columns, blocks, everything):
+    ours = stirred(model(mhla_block_grid=blocks, **(EVERYTHING if everything else {})))
+    inputs = transformer_inputs(batch=3, size=(2 * rows, 2 * columns))
+    out = run(ours, **inputs)
+    assert out.shape == (3, 8, 2 * rows, 2 * columns) and out.isfinite().all()
+    alone = run(ours, **{name: value[1:2] for name, value in inputs.items()})
+    assert relative(out[1:2], alone) < 1e-5
+    ours.set_mhla_backend("reference")
+    assert relative(out, run(ours, **inputs)) < 1e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, EVERYTHING, {"mhla_layers": [0], "mhla_other_layers": "softmax"}])
+def test_save_and_load_are_bit_equal(tmp_path, options):
+    ours = stirred(model(**options))
+    ours.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    again = MHLADiTTransformer2DModel.from_pretrained(tmp_path)
+    assert public(again.config) == public(ours.config)
+    assert again.state_dict().keys() == ours.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[key], value) for key, value in ours.state_dict().items())
+    # Into fresh memory: the address of a tensor mapped from a file decides the order of a product's sums.
+    fresh = model(**options)
+    fresh.load_state_dict(again.state_dict())
+    assert torch.equal(run(fresh), run(ours))
+
+
+def test_loading_a_stock_checkpoint_starts_every_new_weight_as_documented(tmp_path):
+    stock_transformer().save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, info = MHLADiTTransformer2DModel.from_pretrained(
+            tmp_path, torch_dtype=dtype, output_loading_info=True, **EVERYTHING
+        )
+        assert len(info["missing_keys"]) == 2 * 8
+        for layer in ours.transformer_blocks:
+            attention = layer.attn1
+            assert attention.mixing.weight.dtype == torch.float32
+            assert torch.equal(attention.mixing.weight, initial_mixing((4, 4)).expand(2, -1, -1))
+            for module in (attention.to_gate, attention.local_conv):
+                assert all(p.dtype == dtype and not p.any() for p in module.parameters())
+            assert (attention.norm_in.weight == 1).all() and not attention.norm_in.bias.any()
+        assert not any(parameter.is_meta for parameter in ours.parameters())
+        assert run(ours, **transformer_inputs(dtype=dtype)).isfinite().all()
+
+
+def test_the_mixing_stays_in_float32_in_a_half_precision_model(tmp_path):
+    ours = model()
+    with torch.no_grad():
+        expected = run(ours)
+        ours.save_pretrained(tmp_path)
+        half = MHLADiTTransformer2DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+        assert half.dtype == torch.bfloat16
+        assert {layer.attn1.mixing.weight.dtype for layer in half.transformer_blocks} == {torch.float32}
+        assert relative(run(half, **transformer_inputs(dtype=torch.bfloat16)).float(), expected) < 2e-2
+
+
+def gradients(target: torch.nn.Module, **inputs) -> dict[str, torch.Tensor]:
+    target.zero_grad()
+    torch.manual_seed(1)  # labels are dropped in training
+    run(target, **inputs).square().sum().backward()
+    return {name: p.grad.clone() for name, p in target.named_parameters() if p.grad is not None}
+
+
+def test_checkpointing_gives_the_same_gradients_also_with_a_frozen_base():
+    ours = stirred(model(**EVERYTHING)).train()
+    inputs = transformer_inputs(size=(8, 12))
+    plain = gradients(ours, **inputs)
+    assert plain.keys() == {name for name, _ in ours.named_parameters()}
+    ours.enable_gradient_checkpointing()
+    checkpointed = gradients(ours, **inputs)
+    assert plain.keys() == checkpointed.keys()
+    assert all(torch.equal(checkpointed[name], value) for name, value in plain.items())
+
+    ours.requires_grad_(False)
+    for layer in ours.transformer_blocks:
+        layer.attn1.mixing.requires_grad_(True)
+    frozen = gradients(ours, **inputs)
+    assert set(frozen) == {f"transformer_blocks.{i}.attn1.mixing.weight" for i in range(2)}
+    assert all(relative(value, plain[name]) < 1e-6 for name, value in frozen.items())
+
+
+def test_two_grids_in_flight_under_checkpointing_keep_their_own():
+    ours = stirred(model()).eval()
+    ours.enable_gradient_checkpointing()
+    inputs = [transformer_inputs(size=size) for size in ((8, 8), (4, 12))]
+    sum(run(ours, **each).square().sum() for each in inputs).backward()
+    both = {name: p.grad.clone() for name, p in ours.named_parameters() if p.grad is not None}
+    alone = [gradients(ours, **each) for each in inputs]
+    for name, value in both.items():
+        assert relative(value, alone[0][name] + alone[1][name]) < 1e-5, name
+
+
+def test_compiled_in_one_graph_it_gives_the_same_output_and_gradients():
+    ours = stirred(model(mhla_layers=[0], mhla_other_layers="softmax", mhla_gate=True, mhla_local_conv=3))
+    out, plain = run(ours), gradients(ours)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    assert relative(run(compiled), out) < 1e-6
+    for size in ((8, 12), (12, 6)):  # another size, then a graph for any size
+        inputs = transformer_inputs(size=size)
+        assert relative(run(compiled, **inputs), run(ours, **inputs)) < 1e-6
+    compiled_gradients = gradients(compiled)
+    for name, value in plain.items():
+        assert relative(compiled_gradients[f"_orig_mod.{name}"], value) < 1e-5, name
+
+
+@torch.no_grad()
+def test_regional_compilation_finds_the_layers():
+    ours = stirred(model(mhla_layers=[0]))
+    out = run(ours)
+    ours.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+    assert relative(run(ours), out) < 1e-6
+
+
+def test_a_lora_can_be_trained_on_every_attention():
+    ours = model()
+    ours.add_adapter(LoraConfig(r=2, target_modules=TARGETS))
+    trained = {name: p for name, p in ours.named_parameters() if "lora_" in name}
+    assert len(trained) == 2 * 4 * 2  # layers, projections, A and B
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            if "lora_B" in name:  # zero at first, which would keep A's gradient zero
+                parameter.normal_(generator=torch.Generator().manual_seed(0))
+    run(ours).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trained.values())
+
+
+@torch.no_grad()
+def test_a_lora_made_on_the_stock_model_attaches_fully_and_scales():
+    """The stock DiT has no adapter methods, so PEFT puts it in; ours takes the same weights with Diffusers' own."""
+    stock = inject_adapter_in_model(
+        LoraConfig(r=2, lora_alpha=2, target_modules=TARGETS), stock_transformer()
+    )
+    for name, parameter in stock.named_parameters():
+        if "lora_" in name:
+            parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+    made = get_peft_model_state_dict(stock)
+    expected = run(stock)
+
+    ours = model(mhla_layers=[])
+    without = run(ours)
+    ours.load_lora_adapter(made, prefix=None)
+    attached = [name for name, _ in ours.named_parameters() if "lora_" in name]
+    assert len(made) == len(attached) == 2 * 8
+    assert relative(run(ours), expected) < 1e-6 and relative(expected, without) > 1e-2
+    assert relative(run(ours, **transformer_inputs(), cross_attention_kwargs={"scale": 0.0}), without) < 1e-6
+    ours.unload_lora()
+    assert torch.equal(run(ours), without)
+    mhla = model()
+    mhla.load_lora_adapter(made, prefix=None)
+    assert len([name for name, _ in mhla.named_parameters() if "lora_" in name]) == 2 * 8
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "config",
+    [
+        FirstBlockCacheConfig(threshold=0.0),
+        PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2,
+            spatial_attention_block_identifiers=("transformer_blocks",),
+            current_timestep_callback=lambda: 500,
+        ),
+    ],
+    ids=["first block", "pyramid attention broadcast"],
+)
+def test_caches_work(config):
+    ours, plain = model(num_layers=3, mhla_layers=[0, 2]), model(num_layers=3, mhla_layers=[0, 2])
+    ours.enable_cache(config)
+    with ours.cache_context("cond_uncond"):
+        assert relative(run(ours), run(plain)) < 1e-6
+        again = run(ours, **transformer_inputs(seed=1))
+    assert again.isfinite().all()
+    ours.disable_cache()
+    assert torch.equal(run(ours), run(plain))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [{"offload_type": "leaf_level"}, {"num_blocks_per_group": 1}])
+def test_group_offload_finds_every_weight_where_it_is_used(kind):
+    ours = stirred(model(**EVERYTHING))
+    expected = run(ours)
+    cpu = torch.device("cpu")
+    ours.enable_group_offload(onload_device=cpu, offload_device=cpu, **kind)
+    assert torch.equal(run(ours), expected)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [{"offload_type": "leaf_level"}, {"num_blocks_per_group": 1}])
+def test_group_offload_on_a_gpu_gives_the_same_output(kind):
+    ours = stirred(model(**EVERYTHING)).to("cuda")
+    inputs = {name: value.cuda() for name, value in transformer_inputs().items()}
+    expected = run(ours, **inputs)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    ours.enable_group_offload(onload_device=cuda, offload_device=cpu, **kind)
+    assert relative(run(ours, **inputs), expected) < 1e-5
+
+
+@torch.no_grad()
+def test_layerwise_casting_leaves_the_mixing_alone():
+    ours = model()
+    ours.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    assert ours.transformer_blocks[0].attn1.to_q.weight.dtype == torch.float8_e4m3fn
+    assert ours.transformer_blocks[0].attn1.mixing.weight.dtype == torch.float32
+    assert run(ours).isfinite().all()
+
+
+@torch.no_grad()
+def test_a_device_map_splits_between_layers(tmp_path):
+    stirred(model()).save_pretrained(tmp_path)
+    again = MHLADiTTransformer2DModel.from_pretrained(tmp_path, device_map={"": "cpu"})
+    assert relative(run(again), run(stirred(model()))) < 1e-6
+    assert again._no_split_modules == ["MHLADiTTransformerBlock"]
+
+
+def test_processors_can_be_listed_and_a_foreign_one_for_all_is_refused():
+    ours = model(mhla_layers=[0])
+    before = {name: type(processor) for name, processor in ours.attn_processors.items()}
+    assert sorted(before) == [f"transformer_blocks.{i}.attn1.processor" for i in range(2)]
+    with pytest.raises(ValueError, match="restore"):
+        ours.set_attn_processor(AttnProcessor2_0())
+    assert {name: type(processor) for name, processor in ours.attn_processors.items()} == before
+
+
+@torch.no_grad()
+def test_shared_embedders_compute_the_same_with_less(tmp_path):
+    ours = stirred(model())
+    with pytest.raises(ValueError, match="layer 1 embeds in another way"):
+        ours.share_embedders()
+    first = ours.transformer_blocks[0].norm1.emb
+    ours.transformer_blocks[1].norm1.emb.load_state_dict(first.state_dict())
+    expected, parameters = run(ours), sum(p.numel() for p in ours.parameters())
+    calls = []
+    first.register_forward_hook(lambda *_: calls.append(1))
+    ours.share_embedders()
+    assert torch.equal(run(ours), expected) and len(calls) == 1
+    assert parameters - sum(p.numel() for p in ours.parameters()) == sum(
+        p.numel() for p in first.parameters()
+    )
+    ours.save_pretrained(tmp_path)
+    again = MHLADiTTransformer2DModel.from_pretrained(tmp_path)
+    assert again.state_dict().keys() == ours.state_dict().keys()
+    assert relative(run(again), expected) < 1e-6
+    again.share_embedders()
+    stock = restore(again)
+    stock.save_pretrained(tmp_path / "stock")
+
+
+def test_labels_are_dropped_in_training_for_all_layers_alike():
+    ours = model(mhla_layers=[]).train()
+    inputs = transformer_inputs(batch=64)
+    inputs["class_labels"] = torch.zeros(64, dtype=torch.long)
+    seen = []
+    for layer in ours.transformer_blocks:
+        layer.norm1.emb.class_embedder.register_forward_pre_hook(lambda _, labels: seen.append(labels[0]))
+    run(ours, **inputs)
+    assert 0 < (seen[0] == CLASSES).sum() < 20 and ((seen[0] == 0) | (seen[0] == CLASSES)).all()
+    assert all(torch.equal(labels, seen[0]) for labels in seen)
+    seen.clear()
+    ours.label_dropout = 0
+    run(ours, **inputs)
+    ours.eval().label_dropout = 0.5
+    run(ours, **inputs)
+    assert all(not labels.any() for labels in seen)
+
+
+@torch.no_grad()
+def test_time_frequencies_of_the_original_code_are_an_option(tmp_path):
+    ours = model(mhla_time_shift=0)
+    ours.save_pretrained(tmp_path)
+    again = MHLADiTTransformer2DModel.from_pretrained(tmp_path)
+    proj = again.transformer_blocks[1].norm1.emb.time_proj
+    time = torch.tensor([500])
+    angle = time * torch.exp(-math.log(10000) * torch.arange(128) / 128)
+    assert relative(proj(time), torch.cat((angle.cos(), angle.sin()))[None]) < 1e-4
+    assert relative(run(ours), run(model())) > 1e-4
+    with pytest.raises(ValueError, match="shift of 1 only"):
+        restore(ours)
+
+
+@torch.no_grad()
+def test_conversion_shares_every_tensor_and_is_undone_bit_for_bit():
+    stock = stock_transformer(num_layers=3)
+    expected = run(stock)
+    converted = convert(stock, block_grid=(2, 3), layers=[0, 2], gate=True, local_conv=3)
+    assert type(converted) is MHLADiTTransformer2DModel
+    theirs = {name: x.data_ptr() for name, x in stock.state_dict().items()}
+    assert theirs.items() <= {name: x.data_ptr() for name, x in converted.state_dict().items()}.items()
+    kinds = [isinstance(layer.attn1, MHLADiTAttention) for layer in converted.transformer_blocks]
+    assert kinds == [True, False, True]
+    assert relative(run(converted), expected) > 1e-3  # a softmax became linear: it has to be trained again
+    assert torch.equal(run(stock), expected)
+    restored = restore(converted)
+    assert type(restored) is DiTTransformer2DModel and torch.equal(run(restored), expected)
+    assert public(restored.config) == public(stock.config)
+    assert torch.equal(run(convert(stock, layers=[])), expected)
+    converted.set_mhla_backend("reference")
+    reference = run(converted)
+    converted.set_mhla_backend("auto")
+    assert relative(run(converted), reference) < 1e-5
+
+
+@pytest.mark.parametrize("head_dim", [72, 12])
+def test_head_dims_of_xl_and_odd_ones_work(head_dim):
+    ours = stirred(model(attention_head_dim=head_dim))
+    with torch.no_grad():
+        out = run(ours)
+        ours.set_mhla_backend("reference")
+        assert relative(out, run(ours)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"hidden_states": torch.zeros(2, 4, 8, 7)}, "8x7 do not divide into patches of 2x2"),
+        ({"timestep": None}, "needs timestep and class_labels"),
+        ({"class_labels": None}, "needs timestep and class_labels"),
+        ({"cross_attention_kwargs": {"mask": 1}}, "no layer has a stock attention"),
+    ],
+)
+def test_inputs_that_cannot_work_are_refused_in_one_line(inputs, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        model()(**(transformer_inputs() | inputs))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mhla_block_grid": 8}, "two positive integers"),
+        ({"mhla_block_grid": [0, 4]}, "two positive integers"),
+        ({"mhla_block_grid": [2, 2, 2]}, "two positive integers"),
+        ({"mhla_layers": [2]}, "from 0 to 1"),
+        ({"mhla_layers": [0, 0]}, "different layer indices"),
+        ({"mhla_normalizer": "Paper"}, "choose one of paper, none, official"),
+        ({"mhla_feature_eps": float("nan")}, "mhla_feature_eps=nan: give a finite number"),
+        ({"mhla_denominator_eps": -1.0}, "mhla_denominator_eps=-1.0: give a finite number"),
+        ({"mhla_mixing_init": "lineal"}, "choose one of linear"),
+        ({"mhla_other_layers": "linear"}, "choose one of stock, softmax"),
+        ({"mhla_local_conv": 4}, "odd kernel size"),
+        ({"mhla_time_shift": 2}, "choose one of 0, 1"),
+        ({"sample_size": 9}, "does not divide into patches of patch_size=2: give a multiple, such as 8"),
+    ],
+)
+def test_a_value_outside_the_allowed_ones_is_refused_in_one_line(options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        model(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_option_in_a_config_is_refused(tmp_path):
+    ours = model()
+    ours.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no option 'mhla_block_size': choose among mhla_block_grid, "):
+        MHLADiTTransformer2DModel.from_config({**ours.config, "mhla_block_size": 8})
+    with pytest.raises(ValueError, match="no option 'mhla_gates'"):
+        MHLADiTTransformer2DModel.from_pretrained(tmp_path, mhla_gates=True)

@@ -1,0 +1,98 @@
+"""The named DiT models: sizes, parameters and work as published (DiT, arXiv 2212.09748, Table 4)."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mhla_diffusion.models.dit import MHLADiTTransformer2DModel
+from mhla_diffusion.models.dit_presets import DIT_MODELS, dit_config
+
+# Millions of parameters and thousand million multiply-adds ("Gflops") of one picture at 256 px.
+PUBLISHED = {
+    "S/8": (33, 0.36),
+    "S/4": (33, 1.41),
+    "S/2": (33, 6.06),
+    "B/8": (131, 1.42),
+    "B/4": (130, 5.56),
+    "B/2": (130, 23.01),
+    "L/8": (459, 5.01),
+    "L/4": (458, 19.70),
+    "L/2": (458, 80.71),
+    "XL/8": (676, 7.39),
+    "XL/4": (675, 29.05),
+    "XL/2": (675, 118.64),
+}
+PUBLISHED_512 = {"XL/2": 524.60}
+
+
+def on_meta(name: str, size: int, **options) -> MHLADiTTransformer2DModel:
+    with torch.device("meta"):
+        return MHLADiTTransformer2DModel(**dit_config(name, size) | options).eval()
+
+
+def multiply_adds(model: MHLADiTTransformer2DModel, device: str = "meta") -> float:
+    """Thousand millions of one pass for one picture, with one embedder instead of one per layer."""
+    side = model.config.sample_size
+    with torch.device(device), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.eval()(torch.zeros(1, 4, side, side), torch.zeros(1), torch.zeros(1, dtype=torch.long))
+    # The output layer embeds as well, so as many passes of the embedder's two matrices are one too many as
+    # there are layers.
+    embedder = model.transformer_blocks[0].norm1.emb.timestep_embedder
+    extra = sum(p.numel() for p in embedder.parameters() if p.ndim == 2) * len(model.transformer_blocks)
+    return (counter.get_total_flops() / 2 - extra) / 1e9
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_and_work_are_the_published_ones(name):
+    model = on_meta(name, 256, mhla_layers=[])
+    parameters = sum(p.numel() for p in model.parameters())
+    # Diffusers' layout has the timestep and label embedder in every layer, the published models have one.
+    copy = sum(p.numel() for p in model.transformer_blocks[0].norm1.emb.parameters())
+    once = parameters - (len(model.transformer_blocks) - 1) * copy
+    expected, work = PUBLISHED[name]
+    assert round(once / 1e6) == expected
+    # The published work also counts norms and activations, two in ten thousand.
+    assert multiply_adds(model) == pytest.approx(work, rel=1e-3, abs=6e-3)
+
+
+def test_the_work_at_512_pixels():
+    model = on_meta("XL/2", 512, mhla_layers=[])
+    assert multiply_adds(model) == pytest.approx(PUBLISHED_512["XL/2"], rel=1e-3)
+
+
+def test_what_mhla_adds_in_weights_and_saves_in_work():
+    softmax = on_meta("XL/2", 512, mhla_layers=[], num_layers=1)
+    linear = MHLADiTTransformer2DModel(**dit_config("XL/2", 512) | {"num_layers": 1})
+    extra = {name for name, _ in linear.named_parameters()} - {name for name, _ in softmax.named_parameters()}
+    assert extra == {"transformer_blocks.0.attn1.mixing.weight"}
+    # Summaries and read-out (2 N D per channel) and their mixing (M M D) in place of 2 N N.
+    tokens, blocks, head_dim, width = 1024, 16, 72, 1152
+    saved = width * (2 * tokens**2 - 2 * tokens * head_dim - blocks**2 * head_dim)
+    # The operator does not run on the meta device; CPU softmax is one call that the counter does not see into.
+    difference = multiply_adds(softmax) - multiply_adds(linear, "cpu")
+    assert difference == pytest.approx(saved / 1e9, rel=1e-2)
+
+
+def test_every_name_at_both_sizes():
+    assert set(DIT_MODELS) == set(PUBLISHED)
+    for name in DIT_MODELS:
+        for size in (256, 512):
+            config = dit_config(name, size)
+            assert config["sample_size"] == size // 8 and config["out_channels"] == 2 * config["in_channels"]
+            assert f"/{config['patch_size']}" == name[-2:]
+    assert dit_config("DiT-B/4") == dit_config("B/4", 256)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("XL", 256), "name='XL': choose one of S/2, "),
+        (("XL/3", 256), "name='XL/3': choose one of"),
+        ((2, 256), "name=2: choose one of"),
+        (("XL/2", 1024), "size=1024: choose one of 256, 512 pixels"),
+    ],
+)
+def test_an_unknown_name_or_size_is_refused_in_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        dit_config(*arguments)
+    assert "\n" not in str(caught.value)
