@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from .checkpoints import Change, Layout, Rule, any_match, layer_count, pattern
+from .dit_presets import DIT_WIDTHS
 from .sana_presets import SANA_MODELS
 
 __all__ = ["LAYOUTS", "LAYOUT_NAMES", "find_layout"]
@@ -18,7 +19,10 @@ Shapes = Mapping[str, tuple[int, ...]]
 Read = Callable[[str], torch.Tensor]
 
 # Width of the published DiT models (S, B, L, XL) -> heads; the shapes alone cannot tell.
-DIT_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
+DIT_HEADS = {
+    preset["num_attention_heads"] * preset["attention_head_dim"]: preset["num_attention_heads"]
+    for preset in DIT_WIDTHS.values()
+}
 SANA_HEADS = {
     preset["cross_attention_dim"]: {name: preset[name] for name in preset if "head" in name}
     for preset in SANA_MODELS.values()
@@ -147,6 +151,7 @@ def read_dit(shapes: Shapes, given: Mapping, layers: int) -> dict:
         "patch_size": patch,
         # The last row is the null class.
         "num_embeds_ada_norm": shape_of(shapes, "y_embedder.embedding_table.weight")[0] - 1,
+        "norm_eps": 1e-6,  # the original code's
     }
 
 
@@ -155,8 +160,8 @@ def dit_config(shapes: Shapes, read: Read, given: Mapping) -> dict:
 
 
 def official_config(shapes: Shapes, read: Read, given: Mapping) -> dict:
-    """The released code's numerics: its denominator, epsilons 1e-6, inner norm, and the original DiT's own
-    time frequencies and norms (Diffusers' DiT differs in both)."""
+    """The released code's numerics: its denominator, epsilons of 1e-6, inner norm, and the original DiT's time
+    frequencies, which Diffusers' DiT has shifted."""
     kernels = [
         shape[-1] for key, shape in shapes.items() if pattern("blocks.{i}.attn.lepe.weight").fullmatch(key)
     ]
@@ -168,7 +173,6 @@ def official_config(shapes: Shapes, read: Read, given: Mapping) -> dict:
             "grids, the same in each layer, such as 16 blocks (4, 4)"
         )
     return read_dit(shapes, given, layer_count(OFFICIAL, shapes)) | {
-        "norm_eps": 1e-6,
         "mhla_layers": None,
         "mhla_block_grid": [side, side],
         "mhla_normalizer": "official",

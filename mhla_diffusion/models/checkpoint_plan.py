@@ -131,10 +131,9 @@ def make_plan(
         moves, left_out, unexpected = expand(found, shapes)
         if unexpected:
             raise ValueError(unexpected_message("the checkpoint", unexpected, found))
-        name, arguments = (
-            found.model,
-            found.read_config(shapes, lambda key: owner[key].read(key), given or {}),
-        )
+        name = found.model
+        known = checked_arguments(given or {}, family_named(name).ours, "--config")
+        arguments = found.read_config(shapes, lambda key: owner[key].read(key), known)
     else:
         if layout not in ("auto", "diffusers"):
             raise ValueError(f"the folder is in Diffusers' layout, not in {layout!r}: leave --from out")

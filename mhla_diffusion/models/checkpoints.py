@@ -197,7 +197,7 @@ def compressed(keys: Iterable[str]) -> str:
     """Keys as a short list for a message: those that differ in the number of a layer alone become one."""
     groups: dict[str, list[int]] = {}
     for key in keys:
-        match = re.search(r"(?<=\.)\d+(?=\.)", key)
+        match = re.search(r"(?<=\.)(?:0|[1-9]\d*)(?=\.)", key)
         name = f"{key[: match.start()]}{{}}{key[match.end() :]}" if match else key
         groups.setdefault(name, []).extend([int(match[0])] if match else [])
     words = []

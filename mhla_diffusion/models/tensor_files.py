@@ -67,9 +67,8 @@ def open_tensors(path: Path, weights: str | None = None) -> TensorFile:
     """
     if path.suffix != ".safetensors":
         state, name = state_of(load_pickle(path), path, weights)
-        return TensorFile(
-            path, {k: (tuple(x.shape), x.dtype) for k, x in state.items()}, state.__getitem__, name
-        )
+        specs = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in state.items()}
+        return TensorFile(path, specs, state.__getitem__, state.clear, name)
     if weights is not None:
         raise ValueError(f"{path} is no pickled checkpoint: it has no parts for --weights {weights}")
     check_safetensors(path)

@@ -48,11 +48,8 @@ class Conversion:
     sums_checked: int
 
     def report(self) -> list[str]:
-        files = len(self.plan.files)
-        return [
-            *self.plan.summary(),
-            f"sha256 on record for {self.sums_checked} of {files} weight files: right",
-        ]
+        sums = f"sha256 on record compared: {self.sums_checked} of {len(self.plan.files)} weight files"
+        return [*self.plan.summary(), *([sums] if self.sums_checked else [])]
 
 
 def convert_folder(
