@@ -22,6 +22,13 @@ __all__ = ["Plan", "make_plan"]
 # A class that Diffusers has renamed, by the field of its config that tells which model it is.
 LEGACY = {("Transformer2DModel", "ada_norm_zero"): "DiTTransformer2DModel"}
 MIXING = ".attn1.mixing.weight"
+# Fields of a config that have an option of their own.
+OPTION_OF = {
+    "mhla_layers": "layers",
+    "mhla_block_grid": "block-grid",
+    "mhla_gate": "gate",
+    "mhla_local_conv": "local-conv",
+}
 
 
 @dataclass
@@ -141,7 +148,11 @@ def make_plan(
         name, arguments = class_and_arguments(stored)
     family = family_named(name)
     converted_before = name == family.ours.__name__
-    arguments = {**arguments, **checked_arguments(given or {}, family.ours, "--config")}
+    given = checked_arguments(given or {}, family.ours, "--config")
+    for field_name, option in OPTION_OF.items():
+        if field_name in given:
+            raise ValueError(f"--config has {field_name!r}: give it with --{option} instead")
+    arguments |= given
     before = tuple(arguments.get("mhla_block_grid", ())) if converted_before else ()
     if converted_before:
         refuse_changes(layers, gate, local_conv)
@@ -159,6 +170,7 @@ def make_plan(
             "mhla_layers": chosen_layers(layers, arguments["num_layers"]),
             "mhla_gate": gate,
             "mhla_local_conv": local_conv,
+            **given,
         }
     with init_empty_weights():
         model = family.ours(**arguments).requires_grad_(False)

@@ -257,7 +257,7 @@ def write_safetensors(path: Path, entries: Iterable[Entry]) -> None:
             "data_offsets": [start, end],
         }
         start = end
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little"))
