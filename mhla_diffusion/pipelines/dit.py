@@ -160,7 +160,7 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
 
         Raises ValueError when it is empty, or something is no class.
         """
-        if isinstance(class_labels, torch.Tensor):
+        if hasattr(class_labels, "tolist"):  # tensors and arrays
             class_labels = class_labels.tolist()
         if isinstance(class_labels, (str, numbers.Integral)):
             class_labels = [class_labels]

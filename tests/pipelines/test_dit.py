@@ -1,0 +1,418 @@
+"""MHLADiTPipeline: any classes and sizes, batches equal to single runs, faults named before anything runs."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from diffusers import (
+    DDPMScheduler,
+    DiffusionPipeline,
+    DiTPipeline,
+    EulerAncestralDiscreteScheduler,
+    FirstBlockCacheConfig,
+)
+from diffusers.callbacks import PipelineCallback
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+from tiny_dit import CLASSES, LABELS, autoencoder, components, generator, stock_pipeline, stock_transformer
+
+from mhla_diffusion import load_pipeline
+from mhla_diffusion.models.convert import convert, restore
+from mhla_diffusion.pipelines.dit import DIT_SCHEDULERS, MHLADiTPipeline, dit_scheduler
+
+
+def stirred(transformer: torch.nn.Module) -> torch.nn.Module:
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter += 0.05 * torch.rand(parameter.shape, generator=draw)
+    return transformer
+
+
+def pipeline(transformer=None, **options) -> MHLADiTPipeline:
+    if transformer is None:
+        transformer = stirred(convert(stock_transformer(), block_grid=(2, 2)))
+    options = {"id2label": LABELS, "default_steps": 3} | options
+    pipe = MHLADiTPipeline(**components(transformer), **options)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def pipe() -> MHLADiTPipeline:
+    return pipeline()
+
+
+def draw(pipe: DiffusionPipeline, labels=(1,), seed: int = 0, **arguments) -> torch.Tensor:
+    arguments = {"generator": generator(seed), "output_type": "pt"} | arguments
+    return pipe(list(labels) if isinstance(labels, tuple) else labels, **arguments).images
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (a - b).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("scheduler", ["ddim", "dpm-solver"])
+@pytest.mark.parametrize("guidance", [4.0, 1.0])
+def test_with_a_stock_transformer_of_1000_classes_it_is_the_stock_pipeline_bit_for_bit(scheduler, guidance):
+    transformer = stock_transformer(num_embeds_ada_norm=1000)
+    stock, ours = stock_pipeline(transformer), pipeline(transformer)
+    for each in (stock, ours):
+        each.scheduler = dit_scheduler(scheduler)
+    settings = {"num_inference_steps": 4, "guidance_scale": guidance}
+    assert torch.equal(draw(ours, (1, 999), **settings), draw(stock, (1, 999), **settings))
+
+
+@pytest.mark.parametrize("classes", [1, 3, 10])
+def test_any_number_of_classes_has_its_own_null_class(classes):
+    pipe = pipeline(stock_transformer(num_embeds_ada_norm=classes))
+    seen = []
+    embedder = pipe.transformer.transformer_blocks[0].norm1.emb.class_embedder
+    embedder.register_forward_pre_hook(lambda _, labels: seen.append(labels[0].tolist()))
+    assert draw(pipe, (classes - 1, 0), num_inference_steps=1).isfinite().all()
+    assert seen[0] == [classes - 1, 0, classes, classes]
+    # The null class may be asked for: guidance from it to itself changes nothing.
+    unguided = draw(pipe, classes, guidance_scale=1.0)
+    assert close(draw(pipe, classes, guidance_scale=4.0), unguided)
+
+
+def test_a_transformer_without_variances_or_stated_output_channels_works():
+    pipe = pipeline(stock_transformer(out_channels=None))
+    assert draw(pipe).shape == (1, 3, 16, 16)
+
+
+def test_labels_by_number_and_name(pipe):
+    expected = draw(pipe, (0, 1, 2), generator=None, latents=torch.ones(3, 4, 8, 8))
+    for labels in (
+        ["goldfish", "white shark", "umbrella"],
+        ["Carassius auratus", 1, "umbrella"],
+        np.arange(3),
+    ):
+        labels = torch.as_tensor(labels) if isinstance(labels, np.ndarray) else labels
+        assert torch.equal(draw(pipe, labels, generator=None, latents=torch.ones(3, 4, 8, 8)), expected)
+    assert torch.equal(draw(pipe, "umbrella"), draw(pipe, 2))
+    assert pipe.get_label_ids("white shark") == pipe.get_label_ids(["white shark"]) == [1]
+
+
+def test_a_saved_pipeline_draws_with_its_own_settings(tmp_path):
+    saved = pipeline(guidance_channels=3, default_steps=2, default_guidance_scale=2.0)
+    saved.save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert index["_class_name"] == "MHLADiTPipeline"
+    assert index["transformer"] == ["mhla_diffusion", "MHLADiTTransformer2DModel"]
+    assert index["guidance_channels"] == 3 and index["id2label"]["1"] == "white shark"
+    for again in (MHLADiTPipeline.from_pretrained(tmp_path), load_pipeline(tmp_path)):
+        assert type(again) is MHLADiTPipeline
+        again.set_progress_bar_config(disable=True)
+        assert close(draw(again, "white shark"), draw(saved, 1))
+        assert again.num_timesteps == 2 and again.guidance_scale == 2.0
+        again.save_pretrained(tmp_path / "again")
+        assert (
+            json.loads((tmp_path / "again" / "model_index.json").read_text())["id2label"] == index["id2label"]
+        )
+
+
+def test_the_stock_pipeline_loads_our_transformer_through_diffusers(tmp_path):
+    stock = stock_pipeline(stirred(convert(stock_transformer(num_embeds_ada_norm=1000))))
+    stock.save_pretrained(tmp_path)
+    again = DiffusionPipeline.from_pretrained(tmp_path)
+    again.set_progress_bar_config(disable=True)
+    assert type(again) is DiTPipeline
+    assert close(draw(again, num_inference_steps=2), draw(stock, num_inference_steps=2))
+    ours = MHLADiTPipeline.from_pipe(again, default_steps=2)
+    ours.set_progress_bar_config(disable=True)
+    assert ours.transformer is again.transformer
+    assert torch.equal(draw(ours), draw(again, num_inference_steps=2))
+
+
+def test_an_index_that_names_the_stock_model_for_our_weights_is_refused(tmp_path):
+    pipeline().save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    index["transformer"] = ["diffusers", "DiTTransformer2DModel"]
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="would drop") as caught:
+        MHLADiTPipeline.from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("channels", [None, 1, 3, 4])
+def test_guidance_moves_the_channels_it_was_told_and_leaves_the_others(channels):
+    pipe = pipeline(guidance_channels=channels)
+    latents = torch.randn(2, 4, 8, 8, generator=generator(1))
+    pipe.scheduler.set_timesteps(4)
+    pipe._guidance_scale = 3.0
+    labels = torch.tensor([1, 2, CLASSES, CLASSES])
+    time = torch.tensor(500)
+    with torch.no_grad():
+        out = pipe.predict(latents, time, labels)
+        plain = pipe.transformer(torch.cat([latents] * 2), time.expand(4), labels).sample
+    given, null = plain[:2, :4], plain[2:, :4]
+    guided = null + 3.0 * (given - null)
+    expected = torch.cat([guided[:, : channels or 4], given[:, channels or 4 :]], dim=1)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("scheduler", [*DIT_SCHEDULERS, "ancestral"])
+def test_item_i_of_a_batch_equals_its_single_run_with_every_scheduler(pipe, scheduler):
+    other = EulerAncestralDiscreteScheduler(beta_schedule="linear", beta_end=0.02)
+    pipe = pipeline(pipe.transformer, guidance_channels=3)
+    pipe.scheduler = other if scheduler == "ancestral" else dit_scheduler(scheduler)
+    eta = {"eta": 1.0} if scheduler == "ddim" else {}
+    labels = ["goldfish", 7, "umbrella"]
+    batch = draw(pipe, labels, generator=[generator(seed) for seed in range(3)], height=24, width=16, **eta)
+    assert batch.shape == (3, 3, 24, 16)
+    for i, label in enumerate(labels):
+        assert close(batch[i], draw(pipe, label, seed=i, height=24, width=16, **eta)[0])
+    assert not close(batch[0], batch[1])
+
+
+def test_ddpm_uses_the_learned_variances_as_the_paper_does():
+    """Three steps of the original sampler, spelled out: posterior mean, variance between its two bounds."""
+    pipe = pipeline(default_guidance_scale=1.0)
+    pipe.scheduler = dit_scheduler("ddpm")
+    noise = torch.randn(1, 4, 8, 8, generator=generator(3))
+    seen = []
+    steps = 250
+    pipe.scheduler.set_timesteps(steps)
+    times = pipe.scheduler.timesteps.tolist()
+    assert times[0] == 999 and times[-1] == 0 and len(times) == 250
+
+    def stop_after_three(pipe, step, timestep, tensors):
+        seen.append(tensors["latents"].clone())
+        pipe._interrupt = step == 2
+        return {}
+
+    draw_noise = generator(8)
+    draw(pipe, 4, latents=noise, generator=generator(8), num_inference_steps=steps,
+         output_type="latent", callback_on_step_end=stop_after_three)  # fmt: skip
+
+    alphas = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64), 0)
+    x = noise.double()
+    for step in range(3):
+        now, before = alphas[times[step]], alphas[times[step + 1]]
+        beta = 1 - now / before
+        with torch.no_grad():
+            out = pipe.transformer(x.float(), torch.tensor([times[step]]), torch.tensor([4])).sample.double()
+        eps, v = out.chunk(2, dim=1)
+        start = (x - (1 - now).sqrt() * eps) / now.sqrt()
+        mean = before.sqrt() * beta / (1 - now) * start
+        mean = mean + (now / before).sqrt() * (1 - before) / (1 - now) * x
+        smallest = (beta * (1 - before) / (1 - now)).log()
+        share = (v + 1) / 2
+        deviation = (0.5 * (share * beta.log() + (1 - share) * smallest)).exp()
+        x = mean + deviation * torch.randn(x.shape, generator=draw_noise)
+        assert ((seen[step] - x).norm() / x.norm()) < 1e-4
+    assert len(seen) == 3
+
+
+def test_every_output_type(pipe):
+    image = draw(pipe, output_type="pil")[0]
+    array, tensor = draw(pipe, output_type="np"), draw(pipe)
+    assert image.size == (16, 16) and image.mode == "RGB"
+    assert array.shape == (1, 16, 16, 3) and 0 <= array.min() and array.max() <= 1
+    assert np.allclose(array, tensor.permute(0, 2, 3, 1).numpy())
+    assert torch.equal(pipe(1, generator=generator(0), output_type="pt", return_dict=False)[0], tensor)
+    decoded = []
+    handle = pipe.vae.decoder.register_forward_pre_hook(lambda *_: decoded.append(1))
+    latents = draw(pipe, output_type="latent")
+    handle.remove()
+    assert latents.shape == (1, 4, 8, 8) and not decoded
+
+
+def test_any_size_that_the_patches_fit(pipe):
+    assert pipe.size_multiple == 4
+    image = draw(pipe, output_type="pil", height=20, width=36)[0]
+    assert image.size == (36, 20)
+
+
+def test_latents_given_are_the_noise_that_is_used(pipe):
+    noise = torch.randn(1, 4, 8, 8, generator=generator(0))
+    assert torch.equal(draw(pipe, latents=noise, generator=None), draw(pipe, seed=0))
+
+
+def test_callbacks_see_and_change_the_latents_and_can_stop(pipe):
+    seen = []
+
+    def callback(pipe, step, timestep, tensors):
+        seen.append((step, int(timestep), sorted(tensors)))
+        return {"latents": torch.zeros_like(tensors["latents"])}
+
+    assert not draw(pipe, output_type="latent", callback_on_step_end=callback).any()
+    assert seen == [(i, int(t), ["latents"]) for i, t in enumerate(pipe.scheduler.timesteps)]
+
+    class Stop(PipelineCallback):
+        tensor_inputs = ["latents"]
+
+        def callback_fn(self, pipeline, step_index, timestep, callback_kwargs):
+            seen.append(step_index)
+            pipeline._interrupt = True
+            return callback_kwargs
+
+    seen.clear()
+    stop = Stop(cutoff_step_ratio=None, cutoff_step_index=0)
+    assert draw(pipe, output_type="latent", callback_on_step_end=stop).isfinite().all()
+    assert seen == [0]
+
+
+def test_latents_that_are_not_finite_raise_and_name_the_step():
+    pipe = pipeline()
+    with torch.no_grad():
+        pipe.transformer.proj_out_2.weight[0] = float("inf")
+    with pytest.raises(FloatingPointError, match="after step 1 of 3") as caught:
+        draw(pipe)
+    assert "\n" not in str(caught.value)
+
+
+def test_noise_and_latents_are_float32_in_a_half_precision_pipeline():
+    half = pipeline().to(torch.bfloat16)
+    latents = draw(half, output_type="latent")
+    assert latents.dtype == torch.float32
+    expected = draw(pipeline(), output_type="latent")
+    assert ((latents - expected).norm() / expected.norm()) < 0.05
+    assert draw(half).dtype == torch.float32
+
+
+def test_two_pipelines_from_shared_components_and_only_the_given_transformer_changes():
+    transformer = stock_transformer()
+    first = pipeline(transformer)
+    before = draw(first)
+    second = MHLADiTPipeline(**first.components, default_steps=3)
+    second.set_progress_bar_config(disable=True)
+    second.transformer = convert(second.transformer)
+    assert first.transformer is transformer and second.vae is first.vae
+    after = draw(second)
+    assert torch.equal(draw(first), before) and not close(after, before)
+    second.transformer = restore(second.transformer)
+    assert torch.equal(draw(second), before)
+
+
+def test_a_lora_is_loaded_switched_fused_and_unloaded(tmp_path):
+    trained = pipeline()
+    trained.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]))
+    with torch.no_grad():
+        for name, parameter in trained.transformer.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(generator=generator(7))
+    MHLADiTPipeline.save_lora_weights(
+        tmp_path, transformer_lora_layers=get_peft_model_state_dict(trained.transformer)
+    )
+    pipe = pipeline()
+    before = draw(pipe)
+    pipe.load_lora_weights(tmp_path, adapter_name="style")
+    after = draw(pipe)
+    assert not close(after, before)
+    assert close(draw(pipe, attention_kwargs={"scale": 0.0}), before)
+    pipe.set_adapters(["style"], [0.0])
+    assert close(draw(pipe), before)
+    pipe.set_adapters(["style"], [1.0])
+    pipe.fuse_lora()
+    assert close(draw(pipe), after)
+    pipe.unfuse_lora()
+    pipe.unload_lora_weights()
+    assert close(draw(pipe), before)
+
+
+def test_a_cache_keeps_its_state_through_the_steps_and_loses_it_at_the_end(pipe):
+    cached = pipeline(convert(stock_transformer(num_layers=3)))
+    plain = draw(cached)
+    cached.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    for _ in range(2):
+        assert close(draw(cached), plain)
+    cached.transformer.disable_cache()
+    cached.transformer.enable_cache(
+        FirstBlockCacheConfig(threshold=1e3)
+    )  # all steps take the first one's rest
+    assert not close(draw(cached), plain)
+
+
+@pytest.mark.parametrize("name", DIT_SCHEDULERS)
+def test_named_schedulers_diffuse_as_dit_was_trained(name):
+    scheduler = dit_scheduler(name)
+    assert torch.allclose(scheduler.betas, torch.linspace(1e-4, 0.02, 1000))
+    assert scheduler.config.prediction_type == "epsilon" and not scheduler.config.get("clip_sample")
+    changed = dit_scheduler(name, prediction_type="v_prediction")
+    assert changed.config.prediction_type == "v_prediction"
+
+
+def test_a_scheduler_is_swapped_from_the_config_of_another(pipe):
+    swapped = pipeline(pipe.transformer)
+    swapped.scheduler = DDPMScheduler.from_config(swapped.scheduler.config, variance_type="learned_range")
+    assert draw(swapped).isfinite().all()
+
+
+BAD_CALLS = [
+    ({"class_labels": [-1]}, "class label -1: give a name or a number from 0 to 9"),
+    ({"class_labels": [11]}, "class label 11: give a name"),
+    ({"class_labels": [1.0]}, "class label 1.0"),
+    ({"class_labels": [True]}, "class label True"),
+    ({"class_labels": None}, "class label None"),
+    ({"class_labels": []}, "class_labels is empty"),
+    ({"class_labels": "wite shark"}, "'wite shark' is not known: did you mean 'white shark'"),
+    ({"class_labels": ["umbrella", "qq"]}, "'qq' is not known: did you mean"),
+    ({"height": 15}, "height=15 is not a multiple of 4: use 12 or 16"),
+    ({"width": 2}, "width=2 is not a multiple of 4: use 4"),
+    ({"width": 16.0}, "width=16.0: give an integer"),
+    ({"num_inference_steps": 0}, "num_inference_steps=0: give an integer of at least 1"),
+    ({"num_inference_steps": 1001}, "num_inference_steps=1001: the scheduler has 1000"),
+    ({"guidance_scale": float("nan")}, "guidance_scale=nan"),
+    ({"guidance_scale": -1}, "guidance_scale=-1"),
+    ({"eta": -0.5}, "eta=-0.5"),
+    ({"output_type": "jpeg"}, "output_type='jpeg': choose one of pil, np, pt, latent"),
+    ({"generator": [generator(0), generator(1)]}, "generator has 2 entries for 1 picture"),
+    ({"generator": 7}, "give a torch.Generator"),
+    (
+        {"latents": torch.zeros(1, 4, 8, 9)},
+        r"latents have shape \(1, 4, 8, 9\), this call needs \(1, 4, 8, 8\)",
+    ),
+    ({"callback_on_step_end_tensor_inputs": ["noise"]}, "choose among"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_CALLS, ids=[message[:40] for _, message in BAD_CALLS])
+def test_a_call_that_cannot_work_is_refused_in_one_line_before_anything_runs(pipe, arguments, message):
+    ran = []
+    handle = pipe.transformer.register_forward_pre_hook(lambda *_: ran.append(1))
+    try:
+        with pytest.raises(ValueError, match=message) as caught:
+            pipe(**({"class_labels": [1]} | arguments))
+    finally:
+        handle.remove()
+    assert "\n" not in str(caught.value)
+    assert not ran
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="no label names, give class numbers from 0 to 9"):
+        pipeline(id2label=None)("goldfish")
+    for channels in (0, 5, 1.5):
+        with pytest.raises(ValueError, match="guidance_channels="):
+            pipeline(guidance_channels=channels)
+    fixed = pipeline(stock_transformer(out_channels=4))
+    fixed.scheduler = dit_scheduler("ddpm")
+    with pytest.raises(ValueError, match="predicts no variances"):
+        fixed(1)
+    with pytest.raises(ValueError, match="choose one of ddim, ddpm, dpm-solver"):
+        dit_scheduler("ddpm-250")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
+def test_offloading_twice_with_shared_components_draws_the_same_picture(offload):
+    expected = draw(pipeline().to("cuda"), output_type="latent", generator=generator(0)).cpu()
+    first = pipeline()
+    getattr(first, offload)()
+    second = MHLADiTPipeline(**first.components, default_steps=3)
+    second.set_progress_bar_config(disable=True)
+    getattr(second, offload)()
+    for each in (first, second):
+        latents = draw(each, output_type="latent").cpu()
+        assert ((latents - expected).norm() / expected.norm()) < 1e-4
+
+
+def test_the_autoencoder_decodes_in_tiles_and_slices(pipe):
+    tiled = pipeline(pipe.transformer)
+    tiled.vae = autoencoder()
+    tiled.vae.enable_tiling()
+    tiled.vae.enable_slicing()
+    assert draw(tiled, (1, 2), height=40, width=40, num_inference_steps=1).shape == (2, 3, 40, 40)
