@@ -1,19 +1,23 @@
 """What each of our transformers adds to its stock class: other attention in chosen layers, and how weights travel."""
 
+import os
 from collections.abc import Callable
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from ..attention import GridSelfAttention, MHLASelfAttention
 from .adapters import AdapterMixin
+from .model_card import CardWithImportLine
 from .options import attention_options, check_options
 
 
-class MHLAModelMixin(AdapterMixin):
+class MHLAModelMixin(CardWithImportLine, AdapterMixin):
     """Comes before the stock class among the bases of a model whose config has the `mhla_` fields."""
 
     _keep_in_fp32_modules = ["mixing"]
+    _cache_context_is_given = False
 
     def check_mhla_options(self, num_layers: int) -> dict:
         """The fields in the form in which they are saved; to be called before the stock model is built."""
@@ -54,11 +58,55 @@ class MHLAModelMixin(AdapterMixin):
 
     def save_pretrained(self, save_directory, *args, **kwargs) -> None:
         """Save as the stock models do; a weight shared between layers is written for each of them."""
-        hook = self.register_state_dict_post_hook(clone_shared_tensors)
+        hooks = [
+            self.register_state_dict_post_hook(hook) for hook in (drop_fused_copies, clone_shared_tensors)
+        ]
         try:
             super().save_pretrained(save_directory, *args, **kwargs)
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
+
+    def fuse_qkv_projections(self) -> None:
+        """Compute queries, keys and values of each self-attention of ours by one product.
+
+        The products are of copies of the weights, which later changes do not reach: fuse LoRAs before. Saving writes
+        the original weights.
+        """
+        for module in self.modules():
+            if isinstance(module, GridSelfAttention):
+                if any(not isinstance(x, nn.Linear) for x in (module.to_q, module.to_k, module.to_v)):
+                    raise ValueError(
+                        "fuse_qkv_projections() copies plain linear layers: fuse_lora() and unload_lora() first"
+                    )
+                module.fuse_projections(fuse=True)
+
+    def unfuse_qkv_projections(self) -> None:
+        """Back to three products, and without the copies."""
+        for module in self.modules():
+            if isinstance(module, GridSelfAttention) and module.fused_projections:
+                module.fused_projections = False
+                del module.to_qkv
+
+    @contextmanager
+    def cache_context(self, name: str, **kwargs):
+        """As in Diffusers: which denoising call the ones inside belong to, for the caches."""
+        self._cache_context_is_given = True
+        try:
+            with super().cache_context(name, **kwargs):
+                yield
+        finally:
+            self._cache_context_is_given = False
+
+    @classmethod
+    def from_single_file(cls, pretrained_model_link_or_path_or_dict=None, **kwargs):
+        """Raises ValueError, which names the command that reads single files whole, in every published layout."""
+        given = pretrained_model_link_or_path_or_dict
+        name = given if isinstance(given, (str, os.PathLike)) else "FILE"
+        raise ValueError(
+            f"{cls.__name__} is not read from a single file: `mhla convert {name} OUT --block-grid 4,4` reads it, with "
+            "every key checked, and from_pretrained(OUT) loads the result"
+        )
 
     def initialise_new_weights(self, keys: list[str], device: torch.device | str | None = None) -> list[str]:
         """Give each named weight that the stock model lacks its documented start; returns the other keys.
@@ -112,6 +160,12 @@ class MHLAModelMixin(AdapterMixin):
                 f"...): it does not belong to this {cls.__name__} configuration"
             )
         return loaded
+
+
+def drop_fused_copies(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    """State-dict hook: what `fuse_qkv_projections` copied stands there under the original keys as well."""
+    for key in [key for key in state_dict if ".to_qkv." in key]:
+        del state_dict[key]
 
 
 def clone_shared_tensors(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:

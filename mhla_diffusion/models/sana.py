@@ -1,5 +1,7 @@
 """SANA with MHLA self-attention: the stock model's parts, keys and machinery, with another `attn1`."""
 
+from contextlib import nullcontext
+
 import torch
 from diffusers import CacheMixin, SanaTransformer2DModel
 from diffusers.configuration_utils import register_to_config
@@ -209,13 +211,16 @@ class MHLASanaTransformer2DModel(MHLAModelMixin, SanaTransformer2DModel, CacheMi
         patch = self.config.patch_size
         if height % patch or width % patch:
             raise ValueError(f"latents of {height}x{width} do not divide into patches of {patch}x{patch}")
-        return super().forward(
-            hidden_states,
-            encoder_hidden_states,
-            timestep,
-            guidance=guidance,
-            encoder_attention_mask=encoder_attention_mask,
-            attention_kwargs=attention_kwargs,
-            controlnet_block_samples=controlnet_block_samples,
-            return_dict=return_dict,
-        )
+        # SANA's pipelines name no denoising call, they make one a step; caches that keep a state need a name.
+        unnamed = self.is_cache_enabled and not self._cache_context_is_given
+        with self.cache_context("step") if unnamed else nullcontext():
+            return super().forward(
+                hidden_states,
+                encoder_hidden_states,
+                timestep,
+                guidance=guidance,
+                encoder_attention_mask=encoder_attention_mask,
+                attention_kwargs=attention_kwargs,
+                controlnet_block_samples=controlnet_block_samples,
+                return_dict=return_dict,
+            )

@@ -10,6 +10,7 @@ from diffusers import DiffusionPipeline
 
 from ..loading import check_layout, check_models
 from ..models.adapters import AdapterMixin, load_adapter
+from ..models.model_card import CardWithImportLine
 from ..models.options import check_choice
 
 __all__ = [
@@ -25,8 +26,10 @@ __all__ = [
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 
 
-class CheckedLoading:
+class CheckedLoading(CardWithImportLine):
     """Comes before the stock pipeline among the bases."""
+
+    _card_is_of_pipeline = True
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
