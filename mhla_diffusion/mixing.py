@@ -197,7 +197,8 @@ class BlockMixing(nn.Module):
 
     def forward(self, block_grid: Sequence[int] | None = None) -> torch.Tensor:
         """The float32 matrix `(M, M)` or `(H, M, M)`; interpolated when the grid at hand holds fewer blocks."""
-        matrix = self.weight.float()
+        # An alias, not the parameter: leaf-level offloading takes the parameter's data away when this returns.
+        matrix = self.weight.float().view_as(self.weight)
         if block_grid is None or tuple(block_grid) == self.block_grid:
             return matrix
         if not self._told_smaller and not torch.compiler.is_compiling():

@@ -87,4 +87,4 @@ def choose_form(
     if obstacle:
         return "states"
     costs = form_costs(q, v, query, key, summary_bytes)
-    return min(costs, key=costs.get)
+    return "dual" if costs["dual"] < costs["states"] else "states"

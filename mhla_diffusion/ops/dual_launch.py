@@ -73,8 +73,8 @@ def dual_forward(
     strides, step = strides_of(q, k, v)
 
     def start(config: DualConfig) -> None:
-        if query.layout is None or key.layout is None:
-            config = config._replace(num_stages=1)  # a table is a load that the loop's other loads wait for
+        if key.layout is None and config.num_stages > 1:
+            config = config._replace(num_stages=3)  # the loop's other loads wait for the table's
         triton_launch.launch(
             dual_forward_kernel, (ceil_div(slots, config.BM) * batch * heads,), config,
             q, k, v, mixing, *tables, *angles, out, den, *strides,

@@ -76,14 +76,14 @@ _TABLE = {
 }
 # The same key with a kernel's name in front, where that kernel wants something else.
 _BY_KERNEL = {
-    ("summarise", 9, 16, 128): Config(32, 128, 8, 3),
-    ("summarise", 9, 16, 80): Config(32, 64, 4, 3),
+    ("summarise", 9, 16, 128): Config(32, 128, 4, 4),
+    ("summarise", 9, 16, 80): Config(64, 64, 4, 2),
     ("read_out", 9, 16, 80): Config(64, 64, 4, 2),
     ("query_gradients", 9, 16, 80): Config(64, 64, 4, 2),
     ("key_gradients", 9, 16, 80): Config(64, 64, 4, 2),
-    ("read_out", 9, 16, 128): Config(64, 128, 4, 3),
-    ("query_gradients", 9, 16, 128): Config(64, 128, 8, 3),
-    ("key_gradients", 9, 16, 128): Config(64, 128, 8, 3),
+    ("read_out", 9, 16, 128): Config(64, 128, 8, 3),
+    ("query_gradients", 9, 16, 128): Config(32, 128, 4, 3),
+    ("key_gradients", 9, 16, 128): Config(64, 128, 4, 2),
 }
 _MIX = {16: MixConfig(64, 256, 32, 4, 3), 32: MixConfig(32, 64, 32, 4, 2)}
 _MIX_GRADIENT = {16: MixConfig(64, 64, 64, 4, 4), 32: MixConfig(32, 32, 32, 4, 2)}
@@ -198,7 +198,7 @@ def _mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> tuple[
 
 # (kernel, generation, bits) -> configuration for head dims up to 128.
 _DUAL = {
-    ("dual_forward", 9, 16): DualConfig(64, 64, 4, 2),
+    ("dual_forward", 9, 16): DualConfig(128, 64, 4, 3),
     ("dual_query", 9, 16): DualConfig(64, 32, 4, 2),
     ("dual_key", 9, 16): DualConfig(64, 32, 4, 2),
     ("dual_forward", 9, 32): DualConfig(32, 32, 4, 1),
@@ -222,12 +222,12 @@ def dual_configs(kernel: str, generation: int, dot_bits: int) -> tuple[DualConfi
 
 @functools.cache
 def _dual_configs(kernel: str, generation: int, dot_bits: int) -> tuple[DualConfig, ...]:
-    config = _DUAL[kernel, generation, dot_bits]
-    configs = [config, config._replace(num_stages=1)] if config.num_stages > 1 else [config]
+    configs = [_DUAL[kernel, generation, dot_bits]]
     while configs[-1].BM > 16:
         last = configs[-1]
         configs.append(last._replace(BM=last.BM // 2, BN=min(last.BN, last.BM // 2)))
-    return tuple(configs)
+    # Unpipelined only at the bottom: Triton 3.6 has compiled wrong code for one stage and 64 rows on Hopper.
+    return (*configs, configs[-1]._replace(num_stages=1))
 
 
 def _tile(length: int) -> int:

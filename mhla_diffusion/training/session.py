@@ -61,8 +61,12 @@ def tracks(tracker: str) -> bool:
 
 
 def compile_model(model: torch.nn.Module, scope: str) -> None:
-    """Compiles in place, so that parameter names stay: the whole model, or each of its repeated layers."""
-    layers = getattr(model, "transformer_blocks", None) or getattr(model, "layers", None)
+    """Compiles in place, so that parameter names stay: the whole model, or each of its repeated layers.
+
+    A text encoder is always compiled whole: outside compiled code, transformers reads the padding mask on the host at
+    each call, and every step would wait for the device.
+    """
+    layers = getattr(model, "transformer_blocks", None)
     for part in layers if scope == "layers" and layers else [model]:
         part.compile()
 

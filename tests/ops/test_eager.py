@@ -82,10 +82,10 @@ def test_float64_is_computed_in_float64(make_call):
     call.check(call.run("eager"), 1e-12)
 
 
-def test_a_table_and_a_grid_give_the_same(make_call):
+def test_a_table_and_a_grid_give_the_same(make_call, device):
     for grid in ((4, 6), (5, 7)):
         call = make_call(grid, (2, 3), 8)
-        table = block_table(grid, (2, 3))
+        table = block_table(grid, (2, 3)).to(device)
         other = call.run("eager", grid=None, block_grid=None, block_table=table)
         for name, x in call.run("eager").items():
             assert torch.allclose(x, other[name], atol=1e-5, rtol=1e-5), name
