@@ -1,11 +1,14 @@
 """The named DiT models: sizes, parameters and work as published (DiT, arXiv 2212.09748, Table 4)."""
 
+import math
+
 import pytest
 import torch
+from tiny_dit import TRANSFORMER, stock_transformer, transformer_inputs
 from torch.utils.flop_counter import FlopCounterMode
 
 from mhla_diffusion.models.dit import MHLADiTTransformer2DModel
-from mhla_diffusion.models.dit_presets import DIT_MODELS, dit_config
+from mhla_diffusion.models.dit_presets import DIT_MODELS, dit_config, start_as_published
 
 # Millions of parameters and thousand million multiply-adds ("Gflops") of one picture at 256 px.
 PUBLISHED = {
@@ -33,8 +36,9 @@ def on_meta(name: str, size: int, **options) -> MHLADiTTransformer2DModel:
 def multiply_adds(model: MHLADiTTransformer2DModel, device: str = "meta") -> float:
     """Thousand millions of one pass for one picture, with one embedder instead of one per layer."""
     side = model.config.sample_size
-    with torch.device(device), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model.eval()(torch.zeros(1, 4, side, side), torch.zeros(1), torch.zeros(1, dtype=torch.long))
+    model.eval().requires_grad_(False)
+    with torch.device(device), FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, 4, side, side), torch.zeros(1), torch.zeros(1, dtype=torch.long))
     # The output layer embeds as well, so as many passes of the embedder's two matrices are one too many as
     # there are layers.
     embedder = model.transformer_blocks[0].norm1.emb.timestep_embedder
@@ -96,3 +100,41 @@ def test_an_unknown_name_or_size_is_refused_in_one_line(arguments, message):
     with pytest.raises(ValueError, match=message) as caught:
         dit_config(*arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_new_model_starts_as_published():
+    options = {"mhla_gate": True, "mhla_local_conv": 3, "mhla_norm_in": True, "mhla_layers": [0]}
+    wide = TRANSFORMER | {"attention_head_dim": 64, "num_layers": 3, "num_embeds_ada_norm": 500}
+    model = MHLADiTTransformer2DModel(**wide, **options)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    start_as_published(model, torch.Generator().manual_seed(3))
+    after = dict(model.named_parameters())
+
+    kept = {name for name in after if torch.equal(after[name], before[name])}
+    new = {name for name in after if "mixing" in name or "norm_in" in name or "to_gate" in name}
+    assert {name for name in kept if "local_conv" not in name} == new
+
+    def bound(inputs: int, outputs: int) -> float:
+        return math.sqrt(6 / (inputs + outputs))
+
+    limits = {
+        "pos_embed.proj.weight": bound(16, 128),
+        "transformer_blocks.0.attn1.to_q.weight": bound(128, 3 * 128),
+        "transformer_blocks.1.attn1.to_v.weight": bound(128, 3 * 128),
+        "transformer_blocks.0.attn1.to_out.0.weight": bound(128, 128),
+        "transformer_blocks.2.ff.net.0.proj.weight": bound(128, 512),
+    }
+    for name, limit in limits.items():
+        assert 0.95 * limit < after[name].abs().max() <= limit, name
+        assert not after[name.replace(".weight", ".bias")].any(), name
+    table = after["transformer_blocks.0.norm1.emb.class_embedder.embedding_table.weight"]
+    assert table.std().item() == pytest.approx(0.02, rel=0.02)
+    model.share_embedders()  # all copies are the same
+
+    out = model.eval()(**transformer_inputs()).sample
+    assert not out.any()  # the output layer is zero
+    (out - 1).square().sum().backward()
+    assert model.proj_out_2.weight.grad.abs().sum() > 0
+    stock = stock_transformer()
+    start_as_published(stock)
+    assert not stock(**transformer_inputs()).sample.any()
