@@ -37,7 +37,7 @@ def multiply_adds(model: MHLADiTTransformer2DModel, device: str = "meta") -> flo
     """Thousand millions of one pass for one picture, with one embedder instead of one per layer."""
     side = model.config.sample_size
     model.eval().requires_grad_(False)
-    with torch.device(device), FlopCounterMode(display=False) as counter:
+    with torch.device(device), torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 4, side, side), torch.zeros(1), torch.zeros(1, dtype=torch.long))
     # The output layer embeds as well, so as many passes of the embedder's two matrices are one too many as
     # there are layers.
