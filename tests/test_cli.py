@@ -1,9 +1,12 @@
+import argparse
 import json
 import subprocess
 import sys
 
+import original_layouts
 import pytest
 import tiny_sana
+import torch
 from PIL import Image
 
 from mhla_diffusion.cli import main
@@ -115,6 +118,14 @@ def test_prompts_stand_on_the_command_line_with_a_seed_each(folder, here):
         ("draw", "invalid choice: 'draw'"),
         ("convert none out", "neither a pipeline nor a transformer folder"),
         ("convert . out --block-grid 4x4", "'4x4' is not a number"),
+        ("convert TOY out", "with block_grid (2, 2) already"),
+        ("convert TOY out --block-grid 4", "two positive integers"),
+        ("convert TOY out --block-grid 0,2", "two positive integers"),
+        ("convert TOY out --block-grid 2,2,2", "two positive integers"),
+        ("convert TOY out --block-grid 2.5,2", "'2.5,2' is not a number"),
+        ("convert TOY out --layers 0", "keeps the layers and options"),
+        ("convert TOY out --from wan", "is in Diffusers' layout, not in 'wan'"),
+        ("convert empty.txt out", "is no checkpoint of tensors"),
         ("train none.toml", "none.toml"),
         ("train good.toml --set run.stepz=3", "did you mean 'steps'?"),
         ("train good.toml --set run.steps=many", "run.steps"),
@@ -170,6 +181,38 @@ def test_env_prints_facts_for_people_and_programs(capsys):
     assert "torch" in capsys.readouterr().out
     assert main(["env", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["hardware"]["device"] in ("cpu", "cuda")
+
+
+def test_convert_prints_the_key_map_and_writes_nothing(here, capsys):
+    stock = original_layouts.stock_dit()
+    torch.save({"ema": original_layouts.official_state(stock), "args": argparse.Namespace(a=1)}, "mhla.pt")
+    (here / "heads.json").write_text('{"num_attention_heads": 2}')
+    line = ["convert", "mhla.pt", "out", "--from", "official", "--config", "heads.json"]
+    assert main([*line, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "blocks.1.attn.lepe.weight -> transformer_blocks.1.attn1.local_conv.weight (16, 1, 3, 3)" in shown
+    assert "weights taken from the entry 'ema' of mhla.pt" in shown
+    assert shown.endswith("nothing written (--dry-run)\n") and not (here / "out").exists()
+    assert main([*line, "--block-grid", "2,2"]) == 0
+    shown = capsys.readouterr().out
+    assert "mixing interpolated from (4, 4) to (2, 2) blocks; there and back differs by" in shown
+    assert "->" not in shown and shown.endswith("out written\n")
+    assert main(["convert", "out", "again", "--block-grid", "4,2"]) == 0
+    assert json.loads((here / "again" / "config.json").read_text())["mhla_block_grid"] == [4, 2]
+    assert main(["convert", "mhla.pt", "plain", "--layers", "none", "--config", "heads.json"]) == 2
+    assert "keeps the layers and options that it has" in capsys.readouterr().err
+
+
+def test_convert_leaves_code_in_a_checkpoint_alone(here, capsys):
+    class Bait:
+        def __reduce__(self):
+            return open, (str(here / "ran"), "w")
+
+    torch.save({"model": Bait()}, "bad.pt")
+    assert main(["convert", "bad.pt", "out"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "was not run" in error and "open" in error
+    assert [path.name for path in here.iterdir()] == ["bad.pt"]
 
 
 def test_convert_writes_a_folder_that_draws(here):
