@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["load_pickle", "state_of"]
+__all__ = ["load_pickle", "state_of", "unwrapped"]
 
 # Under these names training programs keep the weights; the average comes first, as it is what they sample with.
 STATE_NAMES = ("ema", "state_dict_ema", "state_dict", "model")
@@ -127,9 +127,9 @@ def state_of(loaded, path: Path, name: str | None = None) -> tuple[dict[str, tor
     return unwrapped(state), name
 
 
-def unwrapped(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors without a prefix that all keys share."""
+def unwrapped(state: Mapping) -> dict:
+    """The same values by key without a prefix that all keys share."""
     for prefix in PREFIXES:
-        if all(key.startswith(prefix) for key in state):
-            state = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+        if state and all(key.startswith(prefix) for key in state):
+            state = {key.removeprefix(prefix): value for key, value in state.items()}
     return dict(state)

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from ..weights import check_safetensors, read_json
-from .safe_pickle import load_pickle, state_of
+from .safe_pickle import load_pickle, state_of, unwrapped
 
 __all__ = ["Entry", "TensorFile", "check_sum", "open_tensors", "weight_files", "write_safetensors"]
 
@@ -83,9 +83,12 @@ def open_tensors(path: Path, weights: str | None = None) -> TensorFile:
         # Opened for each tensor: the mapping ends with the last tensor in use, so that one file's pages do not
         # stay while the next is read.
         with safe_open(path, framework="pt") as opened:
-            return opened.get_tensor(key)
+            return opened.get_tensor(name_of[key])
 
-    specs = {key: (tuple(entry["shape"]), DTYPES[entry["dtype"]]) for key, entry in header.items()}
+    name_of = unwrapped({key: key for key in header})
+    specs = {
+        key: (tuple(header[name]["shape"]), DTYPES[header[name]["dtype"]]) for key, name in name_of.items()
+    }
     return TensorFile(path, specs, read)
 
 
