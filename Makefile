@@ -37,6 +37,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable .
 	@touch $@
 
+$(VENV)/.installed-quantize: $(VENV)/.installed-dev
+	$(PIP) --editable ".[quantize]"
+	@touch $@
+
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing the development tools into $(VENV) (once)"
 	$(PIP) --editable ".[dev]"
@@ -56,7 +60,7 @@ sheet: install
 test: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" --numprocesses $(JOBS) --dist worksteal
 
-test-gpu: install-dev
+test-gpu: $(VENV)/.installed-quantize
 	$(BIN)/python -m pytest -m gpu --numprocesses $(GPU_JOBS) --dist worksteal
 
 bench: install-dev

@@ -3,11 +3,15 @@
 import os
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import torch
+from diffusers import TaylorSeerCacheConfig
 from torch import nn
 
 from ..attention import GridSelfAttention, MHLASelfAttention
+from ..weights import original_files
 from .adapters import AdapterMixin
 from .model_card import CardWithImportLine
 from .options import attention_options, check_options
@@ -88,6 +92,17 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin):
                 module.fused_projections = False
                 del module.to_qkv
 
+    def enable_cache(self, config) -> None:
+        """As in Diffusers; TaylorSeer caches the attentions where its config names no modules."""
+        if (
+            isinstance(config, TaylorSeerCacheConfig)
+            and not config.use_lite_mode
+            and not config.cache_identifiers
+        ):
+            # Its own default matches modules called `attn`, which no layer here has: it would do nothing.
+            config = replace(config, cache_identifiers=[r"transformer_blocks\.\d+\.attn\d"])
+        super().enable_cache(config)
+
     @contextmanager
     def cache_context(self, name: str, **kwargs):
         """As in Diffusers: which denoising call the ones inside belong to, for the caches."""
@@ -97,6 +112,18 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin):
                 yield
         finally:
             self._cache_context_is_given = False
+
+    @classmethod
+    def load_config(cls, pretrained_model_name_or_path, *args, **kwargs):
+        # Diffusers would only say that there is no config.json.
+        folder = Path(pretrained_model_name_or_path or "", kwargs.get("subfolder") or "")
+        if folder.is_dir() and not (folder / "config.json").is_file():
+            for path in original_files(folder):
+                raise ValueError(
+                    f"{folder} holds a model in its original layout ({path.relative_to(folder)}, no config.json): "
+                    f"`mhla convert {path} OUT` makes a folder of it that {cls.__name__}.from_pretrained reads"
+                )
+        return super().load_config(pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
     def from_single_file(cls, pretrained_model_link_or_path_or_dict=None, **kwargs):
