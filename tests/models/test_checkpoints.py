@@ -228,6 +228,20 @@ def test_the_layout_is_recognised_or_said_to_be_unknown(tmp_path):
     assert "its keys are conv.weight, ..." in refused(path, out)
 
 
+@pytest.mark.parametrize("kind", [MHLADiTTransformer2DModel, MHLASanaTransformer2DModel])
+def test_from_pretrained_of_an_original_folder_names_the_command(tmp_path, kind):
+    (tmp_path / "model" / "checkpoints").mkdir(parents=True)
+    path = tmp_path / "model" / "checkpoints" / "a.pth"
+    torch.save(state_in("dit"), path)
+    for arguments in ({"subfolder": "model"}, {}):
+        folder = tmp_path if arguments else tmp_path / "model"
+        with pytest.raises(ValueError, match="original layout") as caught:
+            kind.from_pretrained(folder, **arguments)
+        assert f"`mhla convert {path} OUT`" in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(OSError, match="config.json"):
+        kind.from_pretrained(tmp_path / "nowhere")
+
+
 def test_what_the_shapes_do_not_tell_is_asked_for(tmp_path):
     path, out = tmp_path / "a.pt", tmp_path / "out"
     torch.save(state_in("dit"), path)
