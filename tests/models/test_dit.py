@@ -6,7 +6,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import DiTTransformer2DModel, FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+from diffusers import (
+    DiTTransformer2DModel,
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    PyramidAttentionBroadcastConfig,
+    TaylorSeerCacheConfig,
+)
 from diffusers.models.attention_processor import AttnProcessor2_0
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +20,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.utils import get_peft_model_state_dict
 from tiny_dit import CLASSES, TRANSFORMER, stock_transformer, transformer_inputs
 
-from mhla_diffusion.attention import MHLADiTAttention, SoftmaxDiTAttention
+from mhla_diffusion.attention import MHLAAttnProcessor, MHLADiTAttention, SoftmaxDiTAttention
 from mhla_diffusion.mixing import initial_mixing
 from mhla_diffusion.models.convert import convert, restore
 from mhla_diffusion.models.dit import MHLADiTTransformer2DModel
@@ -311,26 +317,49 @@ def test_a_lora_made_on_the_stock_model_attaches_fully_and_scales():
     assert len([name for name, _ in mhla.named_parameters() if "lora_" in name]) == 2 * 8
 
 
+class CountingProcessor(MHLAAttnProcessor):
+    calls = 0
+
+    def __call__(self, *args, **kwargs):
+        CountingProcessor.calls += 1
+        return super().__call__(*args, **kwargs)
+
+
+PYRAMID = PyramidAttentionBroadcastConfig(
+    spatial_attention_block_skip_range=2,
+    spatial_attention_block_identifiers=("transformer_blocks",),
+    current_timestep_callback=lambda: 500,
+)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "config",
+    ("config", "computed"),
     [
-        FirstBlockCacheConfig(threshold=0.0),
-        PyramidAttentionBroadcastConfig(
-            spatial_attention_block_skip_range=2,
-            spatial_attention_block_identifiers=("transformer_blocks",),
-            current_timestep_callback=lambda: 500,
+        (FirstBlockCacheConfig(threshold=0.0), [3, 3, 3]),
+        (FirstBlockCacheConfig(threshold=1e3), [3, 1, 1]),
+        (PYRAMID, [3, 0, 3]),
+        (
+            MagCacheConfig(mag_ratios=[1.0] * 4, num_inference_steps=4, threshold=1e3, retention_ratio=0.1),
+            [3, 0, 0],
         ),
+        (TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1), [3, 0, 3]),
     ],
-    ids=["first block", "pyramid attention broadcast"],
+    ids=["first block, none", "first block", "pyramid attention broadcast", "mag", "taylor"],
 )
-def test_caches_work(config):
-    ours, plain = model(num_layers=3, mhla_layers=[0, 2]), model(num_layers=3, mhla_layers=[0, 2])
+def test_caches_leave_out_what_they_should(config, computed):
+    ours, plain = model(num_layers=3), model(num_layers=3)
+    for layer in ours.transformer_blocks:
+        layer.attn1.set_processor(CountingProcessor())
     ours.enable_cache(config)
-    with ours.cache_context("cond_uncond"):
-        assert relative(run(ours), run(plain)) < 1e-6
-        again = run(ours, **transformer_inputs(seed=1))
-    assert again.isfinite().all()
+    for step, count in enumerate(computed):
+        inputs = transformer_inputs(seed=step)
+        CountingProcessor.calls = 0
+        with ours.cache_context("cond_uncond", step_index=step, num_inference_steps=4):
+            out = run(ours, **inputs)
+        assert CountingProcessor.calls == count and out.isfinite().all()
+        if step == 0 or computed == [3, 3, 3]:
+            assert relative(out, run(plain, **inputs)) < 1e-6
     ours.disable_cache()
     assert torch.equal(run(ours), run(plain))
 
@@ -516,3 +545,17 @@ def test_an_unknown_option_in_a_config_is_refused(tmp_path):
         MHLADiTTransformer2DModel.from_config({**ours.config, "mhla_block_size": 8})
     with pytest.raises(ValueError, match="no option 'mhla_gates'"):
         MHLADiTTransformer2DModel.from_pretrained(tmp_path, mhla_gates=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 8}, "no option 'block_size'.*blocks per axis"),
+        ({"block_grid": (2, 2, 2)}, "two positive integers"),
+        ({"layers": [0, 2]}, "from 0 to 1"),
+    ],
+)
+def test_a_wrong_conversion_is_refused_in_one_line(options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        convert(stock_transformer(), **options)
+    assert "\n" not in str(caught.value)

@@ -413,3 +413,17 @@ def test_the_autoencoder_decodes_in_tiles_and_slices(pipe):
     tiled.vae.enable_tiling()
     tiled.vae.enable_slicing()
     assert draw(tiled, (1, 2), height=40, width=40, num_inference_steps=1).shape == (2, 3, 40, 40)
+
+
+def test_a_compiled_transformer_draws_the_same(pipe):
+    compiled = pipeline(convert(restore(pipe.transformer), block_grid=(2, 2)))
+    expected = draw(compiled)
+    compiled.transformer = torch.compile(compiled.transformer, fullgraph=True, backend="aot_eager")
+    assert close(draw(compiled), expected)
+
+
+def test_a_folder_in_the_original_layout_is_refused_in_one_line(tmp_path):
+    torch.save({"x_embedder.proj.weight": torch.zeros(1)}, tmp_path / "DiT-XL-2-256x256.pt")
+    with pytest.raises(ValueError, match="original layout") as caught:
+        MHLADiTPipeline.from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
