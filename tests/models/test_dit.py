@@ -8,57 +8,19 @@ import torch
 import torch.nn.functional as F
 from diffusers import (
     DiTTransformer2DModel,
-    FirstBlockCacheConfig,
-    MagCacheConfig,
-    PyramidAttentionBroadcastConfig,
-    TaylorSeerCacheConfig,
 )
-from diffusers.models.attention_processor import AttnProcessor2_0
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig, inject_adapter_in_model
-from peft.utils import get_peft_model_state_dict
-from tiny_dit import CLASSES, TRANSFORMER, stock_transformer, transformer_inputs
+from tiny_dit import CLASSES, EVERYTHING, model, relative, run, stirred, stock_transformer, transformer_inputs
 
-from mhla_diffusion.attention import MHLAAttnProcessor, MHLADiTAttention, SoftmaxDiTAttention
+from mhla_diffusion.attention import MHLADiTAttention, SoftmaxDiTAttention
 from mhla_diffusion.mixing import initial_mixing
 from mhla_diffusion.models.convert import convert, restore
 from mhla_diffusion.models.dit import MHLADiTTransformer2DModel
 
-EVERYTHING = {
-    "mhla_gate": True,
-    "mhla_local_conv": 3,
-    "mhla_norm_out": True,
-    "mhla_norm_in": True,
-    "mhla_per_head_mixing": True,
-}
-TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
-
-
-def model(seed: int = 0, **options) -> MHLADiTTransformer2DModel:
-    torch.manual_seed(seed)
-    return MHLADiTTransformer2DModel(**({"mhla_block_grid": (2, 2)} | TRANSFORMER | options)).eval()
-
-
-def stirred(target: torch.nn.Module, seed: int = 5) -> torch.nn.Module:
-    """The same module with every weight moved off its start, so that no part is neutral."""
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in target.parameters():
-            parameter += 0.05 * torch.rand(parameter.shape, generator=draw)
-    return target
-
-
-def run(target: torch.nn.Module, **inputs) -> torch.Tensor:
-    return target(**(inputs or transformer_inputs())).sample
-
 
 def public(config) -> dict:
     return {name: value for name, value in config.items() if not name.startswith("_")}
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 def test_every_stock_argument_has_the_stock_default():
@@ -276,140 +238,6 @@ def test_regional_compilation_finds_the_layers():
     out = run(ours)
     ours.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
     assert relative(run(ours), out) < 1e-6
-
-
-def test_a_lora_can_be_trained_on_every_attention():
-    ours = model()
-    ours.add_adapter(LoraConfig(r=2, target_modules=TARGETS))
-    trained = {name: p for name, p in ours.named_parameters() if "lora_" in name}
-    assert len(trained) == 2 * 4 * 2  # layers, projections, A and B
-    with torch.no_grad():
-        for name, parameter in trained.items():
-            if "lora_B" in name:  # zero at first, which would keep A's gradient zero
-                parameter.normal_(generator=torch.Generator().manual_seed(0))
-    run(ours).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in trained.values())
-
-
-@torch.no_grad()
-def test_a_lora_made_on_the_stock_model_attaches_fully_and_scales():
-    """The stock DiT has no adapter methods, so PEFT puts it in; ours takes the same weights with Diffusers' own."""
-    stock = inject_adapter_in_model(
-        LoraConfig(r=2, lora_alpha=2, target_modules=TARGETS), stock_transformer()
-    )
-    for name, parameter in stock.named_parameters():
-        if "lora_" in name:
-            parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
-    made = get_peft_model_state_dict(stock)
-    expected = run(stock)
-
-    ours = model(mhla_layers=[])
-    without = run(ours)
-    ours.load_lora_adapter(made, prefix=None)
-    attached = [name for name, _ in ours.named_parameters() if "lora_" in name]
-    assert len(made) == len(attached) == 2 * 8
-    assert relative(run(ours), expected) < 1e-6 and relative(expected, without) > 1e-2
-    assert relative(run(ours, **transformer_inputs(), cross_attention_kwargs={"scale": 0.0}), without) < 1e-6
-    ours.unload_lora()
-    assert torch.equal(run(ours), without)
-    mhla = model()
-    mhla.load_lora_adapter(made, prefix=None)
-    assert len([name for name, _ in mhla.named_parameters() if "lora_" in name]) == 2 * 8
-
-
-class CountingProcessor(MHLAAttnProcessor):
-    calls = 0
-
-    def __call__(self, *args, **kwargs):
-        CountingProcessor.calls += 1
-        return super().__call__(*args, **kwargs)
-
-
-PYRAMID = PyramidAttentionBroadcastConfig(
-    spatial_attention_block_skip_range=2,
-    spatial_attention_block_identifiers=("transformer_blocks",),
-    current_timestep_callback=lambda: 500,
-)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("config", "computed"),
-    [
-        (FirstBlockCacheConfig(threshold=0.0), [3, 3, 3]),
-        (FirstBlockCacheConfig(threshold=1e3), [3, 1, 1]),
-        (PYRAMID, [3, 0, 3]),
-        (
-            MagCacheConfig(mag_ratios=[1.0] * 4, num_inference_steps=4, threshold=1e3, retention_ratio=0.1),
-            [3, 0, 0],
-        ),
-        (TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1), [3, 0, 3]),
-    ],
-    ids=["first block, none", "first block", "pyramid attention broadcast", "mag", "taylor"],
-)
-def test_caches_leave_out_what_they_should(config, computed):
-    ours, plain = model(num_layers=3), model(num_layers=3)
-    for layer in ours.transformer_blocks:
-        layer.attn1.set_processor(CountingProcessor())
-    ours.enable_cache(config)
-    for step, count in enumerate(computed):
-        inputs = transformer_inputs(seed=step)
-        CountingProcessor.calls = 0
-        with ours.cache_context("cond_uncond", step_index=step, num_inference_steps=4):
-            out = run(ours, **inputs)
-        assert CountingProcessor.calls == count and out.isfinite().all()
-        if step == 0 or computed == [3, 3, 3]:
-            assert relative(out, run(plain, **inputs)) < 1e-6
-    ours.disable_cache()
-    assert torch.equal(run(ours), run(plain))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", [{"offload_type": "leaf_level"}, {"num_blocks_per_group": 1}])
-def test_group_offload_finds_every_weight_where_it_is_used(kind):
-    ours = stirred(model(**EVERYTHING))
-    expected = run(ours)
-    cpu = torch.device("cpu")
-    ours.enable_group_offload(onload_device=cpu, offload_device=cpu, **kind)
-    assert torch.equal(run(ours), expected)
-
-
-@pytest.mark.gpu
-@torch.no_grad()
-@pytest.mark.parametrize("kind", [{"offload_type": "leaf_level"}, {"num_blocks_per_group": 1}])
-def test_group_offload_on_a_gpu_gives_the_same_output(kind):
-    ours = stirred(model(**EVERYTHING)).to("cuda")
-    inputs = {name: value.cuda() for name, value in transformer_inputs().items()}
-    expected = run(ours, **inputs)
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    ours.enable_group_offload(onload_device=cuda, offload_device=cpu, **kind)
-    assert relative(run(ours, **inputs), expected) < 1e-5
-
-
-@torch.no_grad()
-def test_layerwise_casting_leaves_the_mixing_alone():
-    ours = model()
-    ours.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
-    assert ours.transformer_blocks[0].attn1.to_q.weight.dtype == torch.float8_e4m3fn
-    assert ours.transformer_blocks[0].attn1.mixing.weight.dtype == torch.float32
-    assert run(ours).isfinite().all()
-
-
-@torch.no_grad()
-def test_a_device_map_splits_between_layers(tmp_path):
-    stirred(model()).save_pretrained(tmp_path)
-    again = MHLADiTTransformer2DModel.from_pretrained(tmp_path, device_map={"": "cpu"})
-    assert relative(run(again), run(stirred(model()))) < 1e-6
-    assert again._no_split_modules == ["MHLADiTTransformerBlock"]
-
-
-def test_processors_can_be_listed_and_a_foreign_one_for_all_is_refused():
-    ours = model(mhla_layers=[0])
-    before = {name: type(processor) for name, processor in ours.attn_processors.items()}
-    assert sorted(before) == [f"transformer_blocks.{i}.attn1.processor" for i in range(2)]
-    with pytest.raises(ValueError, match="restore"):
-        ours.set_attn_processor(AttnProcessor2_0())
-    assert {name: type(processor) for name, processor in ours.attn_processors.items()} == before
 
 
 @torch.no_grad()

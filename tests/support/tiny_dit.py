@@ -3,6 +3,8 @@
 import torch
 from diffusers import AutoencoderKL, DDIMScheduler, DiTPipeline, DiTTransformer2DModel
 
+from mhla_diffusion.models.dit import MHLADiTTransformer2DModel
+
 CLASSES = 10
 TRANSFORMER = {
     "num_attention_heads": 2,
@@ -13,6 +15,14 @@ TRANSFORMER = {
     "sample_size": 8,
     "patch_size": 2,
     "num_embeds_ada_norm": CLASSES,
+}
+# Every part that MHLA can add to a layer.
+EVERYTHING = {
+    "mhla_gate": True,
+    "mhla_local_conv": 3,
+    "mhla_norm_out": True,
+    "mhla_norm_in": True,
+    "mhla_per_head_mixing": True,
 }
 LABELS = {0: "goldfish, Carassius auratus", 1: "white shark", 2: "umbrella"}
 
@@ -32,6 +42,28 @@ def transformer_inputs(
         "timestep": torch.linspace(20, 900, batch).long(),
         "class_labels": torch.tensor([*range(batch - 1), CLASSES]),
     }
+
+
+def model(seed: int = 0, **options) -> MHLADiTTransformer2DModel:
+    torch.manual_seed(seed)
+    return MHLADiTTransformer2DModel(**({"mhla_block_grid": (2, 2)} | TRANSFORMER | options)).eval()
+
+
+def stirred(target: torch.nn.Module, seed: int = 5) -> torch.nn.Module:
+    """The same module with every weight moved off its start, so that no part is neutral."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter += 0.05 * torch.rand(parameter.shape, generator=draw)
+    return target
+
+
+def run(target: torch.nn.Module, **inputs) -> torch.Tensor:
+    return target(**(inputs or transformer_inputs())).sample
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
 
 
 def autoencoder() -> AutoencoderKL:
