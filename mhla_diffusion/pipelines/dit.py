@@ -12,6 +12,7 @@ from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
     DDPMScheduler,
+    DiffusionPipeline,
     DiTPipeline,
     DiTTransformer2DModel,
     DPMSolverMultistepScheduler,
@@ -105,6 +106,16 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
             default_steps=default_steps,
             default_guidance_scale=default_guidance_scale,
         )
+
+    @classmethod
+    def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs):
+        """As in Diffusers, with the label names, which a stock pipeline does not keep in its config."""
+        if getattr(pipeline, "labels", None) and not pipeline.config.get("id2label"):
+            names: dict[int, list[str]] = {}
+            for name, number in pipeline.labels.items():
+                names.setdefault(number, []).append(name)
+            kwargs.setdefault("id2label", {number: ", ".join(names[number]) for number in sorted(names)})
+        return super().from_pipe(pipeline, **kwargs)
 
     @property
     def vae_scale_factor(self) -> int:

@@ -123,6 +123,16 @@ def test_the_stock_pipeline_loads_our_transformer_through_diffusers(tmp_path):
     assert torch.equal(draw(ours), draw(again, num_inference_steps=2))
 
 
+def test_label_names_of_a_stock_pipeline_are_kept(tmp_path):
+    stock = DiTPipeline(**components(stock_transformer()), id2label=LABELS)
+    ours = MHLADiTPipeline.from_pipe(stock)
+    assert ours.labels == stock.labels and len(ours.labels) == 4
+    ours.save_pretrained(tmp_path)
+    assert MHLADiTPipeline.from_pretrained(tmp_path).labels == stock.labels
+    assert MHLADiTPipeline.from_pipe(ours).labels == stock.labels
+    assert MHLADiTPipeline.from_pipe(stock, id2label={0: "koi"}).labels == {"koi": 0}
+
+
 def test_an_index_that_names_the_stock_model_for_our_weights_is_refused(tmp_path):
     pipeline().save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
