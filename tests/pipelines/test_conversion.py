@@ -90,6 +90,18 @@ def test_a_transformer_folder_keeps_its_dtype_and_the_layers_chosen(tmp_path):
     assert weights < 1.1 * next((tmp_path / "stock").glob("*.safetensors")).stat().st_size
 
 
+def test_a_variant_in_shards_and_further_mhla_fields(tmp_path):
+    model = tiny_sana.stock_transformer().half()
+    for variant in ("fp16", "other"):
+        model.save_pretrained(tmp_path / "stock", max_shard_size="10KB", variant=variant)
+    fields = {"mhla_mixing_init": "uniform", "mhla_norm_out": True, "_diffusers_version": "0.1"}
+    (tmp_path / "fields.json").write_text(json.dumps(fields))
+    convert_folder(tmp_path / "stock", tmp_path / "mhla", variant="fp16", config=tmp_path / "fields.json")
+    loaded = MHLASanaTransformer2DModel.from_pretrained(tmp_path / "mhla", dtype=torch.float16)
+    assert equal_states(loaded, convert(model, mixing_init="uniform", norm_out=True))
+    assert "variants fp16, other: choose one with --variant" in refused(tmp_path / "stock", tmp_path / "out")
+
+
 def test_an_early_dit_folder_with_pickled_weights_is_read(tmp_path):
     # As the first DiT repositories have it: an old class name, idle fields of other models, a .bin file.
     pipe = tiny_dit.stock_pipeline()
@@ -282,6 +294,20 @@ def test_big_files_are_written_in_shards(tmp_path, monkeypatch):
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
     loaded = MHLADiTTransformer2DModel.from_pretrained(tmp_path / "out")
     assert equal_states(loaded, convert(original.stock_dit()))
+
+
+def test_a_disk_that_takes_no_more_leaves_nothing_behind(tmp_path, stock):
+    # The limit stops a file in the middle, as a full disk does.
+    code = (
+        "import resource, sys\n"
+        "from mhla_diffusion.cli import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\n"
+        "sys.exit(main(['convert', sys.argv[1], sys.argv[2]]))\n"
+    )
+    command = [sys.executable, "-c", code, stock, tmp_path / "out"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 2 and "cannot write" in result.stderr and result.stdout == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["stock"]
 
 
 MEASURE = """
