@@ -4,10 +4,11 @@ import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 
 import torch
-from diffusers import TaylorSeerCacheConfig
+from diffusers import ModelMixin, TaylorSeerCacheConfig
 from torch import nn
 
 from ..attention import GridSelfAttention, MHLASelfAttention
@@ -60,6 +61,8 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin):
             if isinstance(module, MHLASelfAttention):
                 module.backend = backend
 
+    # With the stock method's signature: a pipeline reads there which of its own arguments (shards, variant) to hand on.
+    @wraps(ModelMixin.save_pretrained, assigned=())
     def save_pretrained(self, save_directory, *args, **kwargs) -> None:
         """Save as the stock models do; a weight shared between layers is written for each of them."""
         hooks = [

@@ -35,10 +35,10 @@ def model(**options) -> MHLASanaTransformer2DModel:
     return ours.eval()
 
 
-def run(target: torch.nn.Module, seed: int = 0, **changes) -> torch.Tensor:
+def run(target: torch.nn.Module, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
     where = next(target.parameters()).device
     place = "cpu" if where.type == "meta" else where
-    inputs = {name: value.to(place) for name, value in (transformer_inputs(seed=seed) | changes).items()}
+    inputs = {name: value.to(place) for name, value in transformer_inputs(seed=seed, dtype=dtype).items()}
     with torch.no_grad():
         return target(**inputs).sample
 
@@ -275,15 +275,15 @@ def test_torchao_quantises_the_linear_layers_and_leaves_the_mixing(live, tmp_pat
         ours = MHLASanaTransformer2DModel.from_pretrained(
             tmp_path,
             quantization_config=TorchAoConfig(Int8WeightOnlyConfig(version=2)),
-            torch_dtype=torch.float32,
-            device_map={"": DEVICE},
-        )
+            torch_dtype=torch.bfloat16,
+        ).to(DEVICE)
     attention = ours.transformer_blocks[0].attn1
     for layer in (attention.to_q, attention.to_out[0], attention.to_gate):
         assert type(layer.weight).__name__ == "Int8Tensor"
     assert type(attention.mixing.weight) is torch.nn.Parameter
     assert torch.equal(attention.mixing.weight.cpu(), mixing) and mixing.dtype == torch.float32
-    assert 0 < relative(run(ours).cpu(), expected) < 2e-2
+    out = run(ours, dtype=torch.float32 if live else torch.bfloat16)
+    assert 0 < relative(out.cpu().float(), expected) < (2e-2 if live else 5e-2)
 
 
 @pytest.mark.gpu
