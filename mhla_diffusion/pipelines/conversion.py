@@ -115,6 +115,10 @@ def convert_folder(
         raise ValueError(f"{source}: {error}") from None
     if found.pipeline is not None:
         check_component(found.pipeline, plan)
+        if out.resolve().is_relative_to(found.pipeline.resolve()) and not dry_run:
+            raise ValueError(
+                f"{out} is inside {found.pipeline}, which is copied: give a folder outside of it"
+            )
     result = Conversion(out, plan, sums)
     if not dry_run:
         write(found, result, source)
@@ -206,7 +210,8 @@ def write(source: Source, conversion: Conversion, given: Path) -> None:
         (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         os.replace(part, out)
     except OSError as error:
-        raise ValueError(f"cannot write {out} ({error.strerror}): give another folder") from None
+        reason = " ".join(str(error.strerror or error).split())
+        raise ValueError(f"cannot write {out} ({reason}): give another folder") from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

@@ -212,6 +212,9 @@ def test_an_original_file_becomes_a_pipeline_with_the_parts_of_another(tmp_path)
         source, out, pipeline=tmp_path / "dit", **options
     )
     assert "is no pipeline folder" in refused(source, out, pipeline=tmp_path, **options)
+    assert "is inside" in refused(
+        source, tmp_path / "parts" / "vae" / "o", pipeline=tmp_path / "parts", **options
+    )
     assert "goes with a file in an original layout only" in refused(
         tmp_path / "parts", out, pipeline=tmp_path / "parts"
     )
