@@ -7,13 +7,16 @@ import original_layouts as original
 import pytest
 import tiny_sana
 import torch
+from diffusers.models.embeddings import get_2d_sincos_pos_embed
 from safetensors.torch import save_file
 
 from mhla_diffusion.models.checkpoint_layouts import LAYOUTS, find_layout
 from mhla_diffusion.models.checkpoints import compressed, expand, pattern, to_original, to_ours
 from mhla_diffusion.models.convert import restore
 from mhla_diffusion.models.dit import MHLADiTTransformer2DModel
+from mhla_diffusion.models.dit_presets import DIT_MODELS, dit_config
 from mhla_diffusion.models.sana import MHLASanaTransformer2DModel
+from mhla_diffusion.models.sana_presets import SANA_MODELS, sana_config
 from mhla_diffusion.pipelines.conversion import convert_folder
 
 SANA_KINDS = {
@@ -258,6 +261,29 @@ def test_what_the_shapes_do_not_tell_is_asked_for(tmp_path):
     )
     torch.save(state_in("sana"), path)
     assert '"num_cross_attention_heads": ...' in refused(path, out, config=original.HEADS)
+
+
+@pytest.mark.parametrize("name", SANA_MODELS)
+def test_the_published_sana_models_are_read_off_their_shapes(name):
+    config = sana_config(name, 2048)
+    with torch.device("meta"):
+        state = MHLASanaTransformer2DModel(**config, mhla_layers=[]).state_dict()
+    keys = to_original(state, layout("sana-sprint" if "sprint" in name else "sana"))
+    table = get_2d_sincos_pos_embed(64, 64, base_size=64, output_type="pt")[None].float()
+    shapes = {key: tuple(x.shape) for key, x in keys.items()} | {"pos_embed": (1, 64 * 64, 64)}
+    read = find_layout(shapes).read_config(shapes, {"pos_embed": table}.__getitem__, {})
+    assert {key: read[key] for key in config} == config
+
+
+@pytest.mark.parametrize("name", DIT_MODELS)
+def test_the_published_dit_models_are_read_off_their_shapes(name):
+    config = dit_config(name, 512) | {"num_layers": 1}  # one layer, for the others hold copies to be compared
+    with torch.device("meta"):
+        state = MHLADiTTransformer2DModel(**config, mhla_layers=[]).state_dict()
+    shapes = {key: tuple(x.shape) for key, x in to_original(state, layout("dit")).items()}
+    tokens = (config["sample_size"] // config["patch_size"]) ** 2
+    read = find_layout(shapes).read_config(shapes | {"pos_embed": (1, tokens, 8)}, {}.__getitem__, {})
+    assert read == config
 
 
 def test_diffusers_copies_of_one_weight_must_agree_on_the_way_back():
