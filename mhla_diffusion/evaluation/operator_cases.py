@@ -9,6 +9,7 @@ import torch
 
 from ..mixing import initial_mixing
 from ..ops import mhla_attention
+from ..ops.rotation import GridRope
 
 __all__ = ["CASES", "FORM_CASES", "SCALING", "Case", "Inputs", "floors", "shape_of", "small"]
 
@@ -119,8 +120,7 @@ class Inputs:
         self.mixing = self.mixing * (0.5 + torch.rand(self.mixing.shape, generator=generator, device=device))
         self.options: dict = {"grid": case.grid, "block_grid": case.block_grid, "normalizer": case.normalizer}
         if case.rope:
-            angles = torch.rand(tokens, case.dim // 2, generator=generator, device=device) * (2 * math.pi)
-            self.options["rope"] = (angles.cos(), angles.sin())
+            self.options["rope"] = GridRope(axial_frequencies(len(case.grid), case.dim).to(device))
         if case.fused:
             weights = [(1 + 0.1 * random(case.heads, case.dim), 1e-6) for _ in range(2)]
             self.options.update(
@@ -162,7 +162,19 @@ class Inputs:
         return max(float(((got - want).norm() / want.norm()).detach()) for got, want in pairs)
 
 
+def axial_frequencies(axes: int, dim: int, base: float = 10000.0) -> torch.Tensor:
+    """`(axes, dim / 2)` float32: each pair of channels follows one axis, with a geometric series on each, as in Wan."""
+    pairs = [dim // 2 // axes + (axis < dim // 2 % axes) for axis in range(axes)]
+    frequencies, begin = torch.zeros(axes, dim // 2), 0
+    for axis, count in enumerate(pairs):
+        frequencies[axis, begin : begin + count] = base ** -(torch.arange(count) / count)
+        begin += count
+    return frequencies
+
+
 def _double(x):
+    if isinstance(x, GridRope):
+        return x
     if isinstance(x, tuple):
         return tuple(map(_double, x))
     return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from ..ops.partition import grid_partition
+from ..ops.rotation import three_axes
 from ..ops.triton_configs import Config, DualConfig, MixConfig, override
 from .operator_cases import CASES, Case, Inputs
 from .timing import about, milliseconds
@@ -40,6 +41,13 @@ def candidates(kernel: str, dim: int) -> Iterator:
             if rows * columns <= 32 * 32 * warps * 2
         )
     elif kernel == "mix":
+        yield from (
+            MixConfig(rows, places, 0, warps, depth)
+            for rows, places, warps, depth in (
+                (64, 128, 4, 2), (64, 256, 8, 2), (64, 256, 8, 1), (64, 128, 4, 3), (128, 128, 8, 2), (64, 64, 4, 3),
+                (64, 128, 8, 2), (128, 256, 8, 2), (64, 128, 4, 1),
+            )
+        )  # fmt: skip
         yield from (
             MixConfig(rows, places, summed, warps, depth)
             for rows, places, summed, warps, depth in itertools.product(
@@ -72,7 +80,8 @@ def stages(inputs: Inputs) -> dict[str, Callable[[], object]]:
 
     case, q, k, v, grad, mixing = inputs.case, inputs.q, inputs.k, inputs.v, inputs.grad, inputs.mixing
     part = grid_partition(case.grid, case.block_grid, q.shape[1], q.device)
-    rope, mass, eps = inputs.options.get("rope"), case.normalizer == "paper", 1e-6
+    mass, eps = case.normalizer == "paper", 1e-6
+    rope = (three_axes(inputs.options["rope"].frequencies), None) if case.rope else None
     norms = [inputs.options.get(name) for name in ("query_norm", "key_norm")]
     after = None
     if case.fused:
@@ -189,13 +198,12 @@ def time_kernel(
 
 
 def choices_of(case: Case, calls: list[dict], device: torch.device, repeats: int) -> list[dict]:
-    """Orders of the heads and kinds of kept angles, over the three forward kernels."""
+    """Orders of the heads, over the three forward kernels."""
     forward = [
         lambda call=call: [call[name]() for name in ("summarise", "mix", "read_out")] for call in calls
     ]
     trials: list[dict] = [{}]
     trials += [{"head_group": group} for group in range(1, case.heads + 1) if case.heads % group == 0]
-    trials += [{"angles": dtype} for dtype in (torch.float16, torch.float32)] if case.rope else []
     rows = []
     for trial in trials:
         with override(**trial):

@@ -2,5 +2,6 @@
 
 from .attention import mhla_attention
 from .backends import explain
+from .rotation import GridRope
 
-__all__ = ["explain", "mhla_attention"]
+__all__ = ["GridRope", "explain", "mhla_attention"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .tiles import features, load_part, operand, rotate
+from .tiles import features, load_part, operand, rotate, rotation
 
 
 @triton.jit
@@ -57,8 +57,10 @@ def turned_features(
     """phi of loaded channels, turned, ready for a dot product over channels: zero in channels beyond D."""
     phi = features(x, 1.0, 1.0, feature_eps, LOW, D, 0, True)
     if ROPE:
-        angle = load_part(rope_ptr, D, token, real, LOW, D, PART)
-        phi = rotate(phi, angle, False, ROWS, PART)
+        cos, sin = rotation(
+            rope_ptr, token, real, token, token, token, 0.0, 0.0, 0.0, LOW, D, ROWS, PART, 1, DOT
+        )
+        phi = rotate(phi, cos, sin, False, ROWS, PART)
     return operand(phi, DOT)
 
 
@@ -68,7 +70,10 @@ def feature_gradient(
     PART: tl.constexpr, ROPE: tl.constexpr,
 ):  # fmt: skip
     if ROPE:
-        dphi = rotate(dphi, load_part(rope_ptr, D, token, real, LOW, D, PART), True, ROWS, PART)
+        cos, sin = rotation(
+            rope_ptr, token, real, token, token, token, 0.0, 0.0, 0.0, LOW, D, ROWS, PART, 1, "bf16"
+        )
+        dphi = rotate(dphi, cos, sin, True, ROWS, PART)
     x = load_part(x_ptr, stride_n, token, real, LOW, D, PART).to(tl.float32)
     return tl.where(x > 0.0, dphi, 0.0)
 

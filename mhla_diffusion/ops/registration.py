@@ -16,6 +16,7 @@ from torch import Tensor
 from .dispatch import choose_form
 from .eager import epilogue, features, from_blocks, mask_padding, normalise
 from .partition import Partition, layout_partition
+from .rotation import angle_tables
 
 __all__ = ["mhla_backward", "mhla_dual", "mhla_dual_backward", "mhla_forward", "triton_core"]
 
@@ -60,6 +61,7 @@ def mhla_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out (B, N, H, Dv) in out_dtype, states (B, H, rows, D * Dv [+ D]) in state_dtype. mixing is float32.
 
+    cos, sin: a rotation, or in cos alone the frequencies of three axes (`rotation.GridRope`).
     The arguments from query_norm on are fused steps around the operator; they have no gradient here.
     """
     from .states_launch import Epilogue, mix, read_out, summarise
@@ -264,6 +266,8 @@ def triton_core(
         summary_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     official = normalizer == "official"
     form = choose_form(form, q, v, rope, normalizer, query, key, summary_dtype.itemsize)
+    if form == "dual":
+        rope, key_rope = angle_tables(rope, query), angle_tables(key_rope, key)
     if form == "dual" and fused:
         q = normalise(q, _pair(fused.get("query_norm"), fused.get("query_norm_eps"))).to(v.dtype)
         k = normalise(k, _pair(fused.get("key_norm"), fused.get("key_norm_eps"))).to(v.dtype)

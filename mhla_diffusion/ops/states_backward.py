@@ -16,12 +16,14 @@ from .tiles import (
     box,
     dot,
     features,
+    frequencies_of,
     load_mass,
     load_part,
     load_state,
     locate,
     operand,
     rotate,
+    rotation,
     store_mass,
     store_part,
     store_state,
@@ -54,13 +56,15 @@ def pull_back_kernel(
     y_stride_b, y_stride_n, y_stride_h = y_stride_b * STEP, y_stride_n * STEP, y_stride_h * STEP
     batch, head, row = locate(num_blocks * chunks, heads, head_group, REVERSE)
     block = row // chunks
-    first, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)
+    low0, low1, low2, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)
     low = row % chunks * chunk_size
     end = tl.minimum(count, low + chunk_size)
     x_ptr += batch * x_stride_b + head * x_stride_h
     y_ptr += batch * y_stride_b + head * y_stride_h
     dx_ptr += (batch * num_tokens * heads + head) * D
     state_ptr += ((batch * heads + head) * num_blocks + block) * (D * DV + (D if MASS else 0))
+    turn00, turn01, turn02 = frequencies_of(rope_ptr, 0, D, BD, ROPE)
+    turn10, turn11, turn12 = frequencies_of(rope_ptr, BD, D, TD, ROPE)
     if WHOLE:
         s00 = load_state(state_ptr, 0, 0, D, DV, BD, BV)
         if TV:
@@ -89,24 +93,42 @@ def pull_back_kernel(
             z1 = load_mass(state_ptr, BD, D, DV, TD)
 
     for tile in range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN)):
-        token, real = tokens_at(
-            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size,
-            num_tokens, G1, G2, TABLE, WIDE,
+        token, real, plane, line, column = tokens_at(
+            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, low0, low1, low2, size1, size2,
+            block_size, num_tokens, G1, G2, TABLE, WIDE,
         )  # fmt: skip
         x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
         phi0 = features(x0, 1.0, 1.0, feature_eps, 0, D, 0, True)
         turned0 = phi0
         if ROPE:
-            angle0 = load_part(rope_ptr, D, token, real, 0, D, BD)
-            turned0 = rotate(phi0, angle0, False, BN, BD)
+            cos0, sin0 = rotation(
+                rope_ptr, token, real, plane, line, column, turn00, turn01, turn02, 0, D, BN, BD, ROPE, DOT
+            )
+            turned0 = rotate(phi0, cos0, sin0, False, BN, BD)
         turned0 = operand(turned0, DOT)
         if TD:
             x1 = load_part(x_ptr, x_stride_n, token, real, BD, D, TD)
             phi1 = features(x1, 1.0, 1.0, feature_eps, BD, D, 0, True)
             turned1 = phi1
             if ROPE:
-                angle1 = load_part(rope_ptr, D, token, real, BD, D, TD)
-                turned1 = rotate(phi1, angle1, False, BN, TD)
+                cos1, sin1 = rotation(
+                    rope_ptr,
+                    token,
+                    real,
+                    plane,
+                    line,
+                    column,
+                    turn10,
+                    turn11,
+                    turn12,
+                    BD,
+                    D,
+                    BN,
+                    TD,
+                    ROPE,
+                    DOT,
+                )
+                turned1 = rotate(phi1, cos1, sin1, False, BN, TD)
             turned1 = operand(turned1, DOT)
         if not ROPE:
             phi0 = turned0.to(tl.float32)
@@ -182,9 +204,9 @@ def pull_back_kernel(
                         ds11 = dot(tl.trans(turned1), y1, ds11, DOT)
 
         if ROPE:
-            dphi0 = rotate(dphi0, angle0, True, BN, BD)
+            dphi0 = rotate(dphi0, cos0, sin0, True, BN, BD)
             if TD:
-                dphi1 = rotate(dphi1, angle1, True, BN, TD)
+                dphi1 = rotate(dphi1, cos1, sin1, True, BN, TD)
         if MASS:
             if KEYS:
                 dphi0 += z0[None, :]

@@ -16,6 +16,7 @@ from .tiles import (
     box,
     dot,
     features,
+    frequencies_of,
     load_mass,
     load_part,
     load_state,
@@ -24,6 +25,9 @@ from .tiles import (
     norm_weight_of,
     operand,
     rotate,
+    rotation,
+    spare,
+    spare_channel,
     square_sum,
     store_mass,
     store_part,
@@ -54,7 +58,7 @@ def summarise_kernel(
     y_stride_b, y_stride_n, y_stride_h = y_stride_b * STEP, y_stride_n * STEP, y_stride_h * STEP
     batch, head, row = locate(num_blocks * chunks, heads, head_group, REVERSE)
     block = row // chunks
-    first, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)
+    low0, low1, low2, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)
     low = row % chunks * chunk_size
     end = tl.minimum(count, low + chunk_size)
     value_low = tl.program_id(1) * BV
@@ -63,6 +67,8 @@ def summarise_kernel(
     rstd_ptr += batch * num_tokens
     weight0 = norm_weight_of(weight_ptr, head, 0, D, BD, NORM)
     weight1 = norm_weight_of(weight_ptr, head, BD, D, TD, NORM)
+    turn00, turn01, turn02 = frequencies_of(rope_ptr, 0, D, BD, ROPE)
+    turn10, turn11, turn12 = frequencies_of(rope_ptr, BD, D, TD, ROPE)
 
     # A spare value channel takes z for nothing: its "value" is every token's weight. Else z is summed beside.
     COUNT: tl.constexpr = MASS and TV > 0 and not ROPE and BV + TV > DV
@@ -79,14 +85,16 @@ def summarise_kernel(
         if TV:
             s11 = tl.zeros((TD, TV), dtype=tl.float32)
     for tile in range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN)):
-        token, real = tokens_at(
-            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size,
-            num_tokens, G1, G2, TABLE, WIDE,
+        token, real, plane, line, column = tokens_at(
+            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, low0, low1, low2, size1, size2,
+            block_size, num_tokens, G1, G2, TABLE, WIDE,
         )  # fmt: skip
         x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
         y0 = load_values(y_ptr, y_stride_n, token, real, value_low, 0, DV, BV, TV)
         if ROPE:
-            angle0 = load_part(rope_ptr, D, token, real, 0, D, BD)
+            cos0, sin0 = rotation(
+                rope_ptr, token, real, plane, line, column, turn00, turn01, turn02, 0, D, BN, BD, ROPE, DOT
+            )
         if TD:
             x1 = load_part(x_ptr, x_stride_n, token, real, BD, D, TD)
         if TV:
@@ -110,7 +118,7 @@ def summarise_kernel(
             rstd = tl.rsqrt(rstd / D + norm_eps)
         # Padding rows of phi are not zero, but those of y are.
         phi0 = features(x0, rstd, weight0, feature_eps, 0, D, NORM, False)
-        turned0 = operand(rotate(phi0, angle0, False, BN, BD) if ROPE else phi0, DOT)
+        turned0 = operand(rotate(phi0, cos0, sin0, False, BN, BD) if ROPE else phi0, DOT)
         s00 = dot(tl.trans(turned0), y0, s00, DOT)
         if TV:
             s01 = dot(tl.trans(turned0), y1, s01, DOT)
@@ -122,8 +130,24 @@ def summarise_kernel(
             phi1 = features(x1, rstd, weight1, feature_eps, BD, D, NORM, False)
             turned1 = phi1
             if ROPE:
-                angle1 = load_part(rope_ptr, D, token, real, BD, D, TD)
-                turned1 = rotate(phi1, angle1, False, BN, TD)
+                cos1, sin1 = rotation(
+                    rope_ptr,
+                    token,
+                    real,
+                    plane,
+                    line,
+                    column,
+                    turn10,
+                    turn11,
+                    turn12,
+                    BD,
+                    D,
+                    BN,
+                    TD,
+                    ROPE,
+                    DOT,
+                )
+                turned1 = rotate(phi1, cos1, sin1, False, BN, TD)
             turned1 = operand(turned1, DOT)
             s10 = dot(tl.trans(turned1), y0, s10, DOT)
             if TV:
@@ -178,7 +202,7 @@ def read_out_kernel(
     )
     batch, head, row = locate(num_blocks * chunks, heads, head_group, REVERSE)
     block = row // chunks
-    first, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)
+    low0, low1, low2, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)
     low = row % chunks * chunk_size
     end = tl.minimum(count, low + chunk_size)
     value_low = tl.program_id(1) * BV
@@ -189,6 +213,8 @@ def read_out_kernel(
     rstd_ptr += batch * num_tokens
     weight0 = norm_weight_of(weight_ptr, head, 0, D, BD, NORM)
     weight1 = norm_weight_of(weight_ptr, head, BD, D, TD, NORM)
+    turn00, turn01, turn02 = frequencies_of(rope_ptr, 0, D, BD, ROPE)
+    turn10, turn11, turn12 = frequencies_of(rope_ptr, BD, D, TD, ROPE)
     state_ptr += ((batch * heads + head) * num_blocks + block) * (D * DV + (D if MASS else 0))
     s00 = load_state(state_ptr, 0, value_low, D, DV, BD, BV)
     if TV:
@@ -209,13 +235,15 @@ def read_out_kernel(
             s11 = tl.where(spare_channel(DV, BV, TV)[None, :], z1.to(kind)[:, None], s11)
 
     for tile in range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN)):
-        token, real = tokens_at(
-            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, first, size1, size2, block_size,
-            num_tokens, G1, G2, TABLE, WIDE,
+        token, real, plane, line, column = tokens_at(
+            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, low0, low1, low2, size1, size2,
+            block_size, num_tokens, G1, G2, TABLE, WIDE,
         )  # fmt: skip
         x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
         if ROPE:
-            angle0 = load_part(rope_ptr, D, token, real, 0, D, BD)
+            cos0, sin0 = rotation(
+                rope_ptr, token, real, plane, line, column, turn00, turn01, turn02, 0, D, BN, BD, ROPE, DOT
+            )
         if TD:
             x1 = load_part(x_ptr, x_stride_n, token, real, BD, D, TD)
         rstd = tl.load(rstd_ptr + token, mask=real, other=0.0) if NORM == 1 else 1.0
@@ -225,7 +253,7 @@ def read_out_kernel(
                 rstd += square_sum(x1)
             rstd = tl.rsqrt(rstd / D + norm_eps)
         phi0 = features(x0, rstd, weight0, feature_eps, 0, D, NORM, False)
-        turned0 = operand(rotate(phi0, angle0, False, BN, BD) if ROPE else phi0, DOT)
+        turned0 = operand(rotate(phi0, cos0, sin0, False, BN, BD) if ROPE else phi0, DOT)
         # Channels beyond D meet zero rows of the state.
         out0 = dot(turned0, s00, tl.zeros((BN, BV), dtype=tl.float32), DOT)
         if TV:
@@ -237,8 +265,24 @@ def read_out_kernel(
             phi1 = features(x1, rstd, weight1, feature_eps, BD, D, NORM, False)
             turned1 = phi1
             if ROPE:
-                angle1 = load_part(rope_ptr, D, token, real, BD, D, TD)
-                turned1 = rotate(phi1, angle1, False, BN, TD)
+                cos1, sin1 = rotation(
+                    rope_ptr,
+                    token,
+                    real,
+                    plane,
+                    line,
+                    column,
+                    turn10,
+                    turn11,
+                    turn12,
+                    BD,
+                    D,
+                    BN,
+                    TD,
+                    ROPE,
+                    DOT,
+                )
+                turned1 = rotate(phi1, cos1, sin1, False, BN, TD)
             turned1 = operand(turned1, DOT)
             out0 = dot(turned1, s10, out0, DOT)
             if TV:
@@ -278,16 +322,6 @@ def read_out_kernel(
         store_values(out0, out_ptr, heads * DV, token, real, value_low, 0, DV, BV, TV)
         if TV:
             store_part(out1, out_ptr, heads * DV, token, real, BV, DV, TV)
-
-
-@triton.jit
-def spare_channel(DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr):
-    return BV + tl.arange(0, TV) == DV
-
-
-@triton.jit
-def spare(part, DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr):
-    return tl.sum(tl.where(spare_channel(DV, BV, TV)[None, :], part, 0.0), axis=1)
 
 
 @triton.jit

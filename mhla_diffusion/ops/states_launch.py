@@ -9,9 +9,10 @@ from . import fallback, triton_launch
 from .derived import interleaved_angles
 from .eager import epilogue, normalise
 from .partition import Partition
+from .rotation import angle_tables
 from .states_backward import pull_back_kernel
 from .states_forward import read_out_kernel, rstd_kernel, summarise_kernel
-from .states_mixing import mix_gradient_kernel, mix_kernel, spread_kernel
+from .states_mixing import mix_gradient_kernel, mix_kernel, mix_strip_kernel, spread_kernel
 from .triton_configs import Config, MixConfig, Warps, chunk_count, head_group, head_parts, mix_configs
 from .triton_launch import (
     DOT,
@@ -68,8 +69,11 @@ class _Blocks:
         return config, {**parts, **self.constants, "ONE_TILE": self.numbers[4] <= config.BN}
 
 
-def _rope(rope, x: torch.Tensor) -> torch.Tensor:
-    return x if rope is None else interleaved_angles(rope, x)  # without a rotation the pointer is never read
+def _rope(rope, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """(what the kernels read, ROPE) of a rotation: angles in a table, or frequencies of three axes."""
+    if rope is None:
+        return x, 0  # never read
+    return (interleaved_angles(rope, x), 1) if rope[1] is not None else (rope[0], 2)
 
 
 def _norm(norm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, int]:
@@ -113,7 +117,7 @@ def summarise(
     state = torch.empty(batch, heads, blocks.rows, size, dtype=state_dtype, device=x.device)
     scale, weight = (x, x) if rows is None else rows
     rstd, norm_weight, norm_eps, kind = _norm(norm, x)
-    angles = _rope(rope, x)
+    angles, turned = _rope(rope, x)
     strides, step = strides_of(x, y)
 
     def start(config: Config) -> None:
@@ -123,15 +127,16 @@ def summarise(
             summarise_kernel, (blocks.programs, tiles), config,
             x, y, blocks.table, angles, rstd, norm_weight, scale, weight, state,
             *strides, *blocks.numbers, feature_eps, norm_eps,
-            ROPE=rope is not None, NORM=kind, MASS=mass, ROWS=rows is not None, STEP=step, DOT=DOT[x.dtype],
+            ROPE=turned, NORM=kind, MASS=mass, ROWS=rows is not None, STEP=step, DOT=DOT[x.dtype],
             **constants,
         )  # fmt: skip
 
-    options = (y.dtype, state_dtype, rope is None, kind, mass, rows is None, blocks.key)
+    options = (y.dtype, state_dtype, turned, kind, mass, rows is None, blocks.key)
     if not start_first_fitting(
         "summarise", x, value_dim, states_configs("summarise", x, value_dim, part), options, start
     ):
         x = normalise(x, norm)
+        rope = angle_tables(rope, part)
         return fallback.summarise(x, y, part, rope, feature_eps, mass=mass, rows=rows).to(state_dtype)
     return state
 
@@ -173,7 +178,7 @@ def read_out(
     blocks = _Blocks(part, x, heads * value_dim, gate.stride(1), local.stride(1), whole_state=row_bytes)
     rstd, norm_weight, norm_eps, kind = _norm(norm, x)
     out_weight = x if after.norm_weight is None else after.norm_weight.contiguous()
-    angles = _rope(rope, x)
+    angles, turned = _rope(rope, x)
     strides, step = strides_of(x, gate, local)
 
     def start(config: Config) -> None:
@@ -186,16 +191,16 @@ def read_out(
             x, blocks.table, angles, rstd, norm_weight, state, out_weight, gate, local, out,
             *strides, *blocks.numbers,
             feature_eps, norm_eps, denominator_eps, after.norm_eps, after.gate_bias or 0.0,
-            ROPE=rope is not None, NORM=kind, DIVIDE=divide, MASS=mass,
+            ROPE=turned, NORM=kind, DIVIDE=divide, MASS=mass,
             OUT_NORM=after.norm_weight is not None,
             GATE=0 if after.gate is None else 1 if after.gate_bias is None else 2,
             LOCAL=after.local is not None, STEP=step, DOT=_state_dot(x, state), **constants,
         )  # fmt: skip
 
-    options = (out_dtype, state.dtype, rope is None, kind, divide, after.key, blocks.key)
+    options = (out_dtype, state.dtype, turned, kind, divide, after.key, blocks.key)
     if not start_first_fitting("read_out", x, value_dim, configs, options, start):
         out = fallback.read_out(
-            normalise(x, norm), state.float(), value_dim, part, rope, feature_eps,
+            normalise(x, norm), state.float(), value_dim, part, angle_tables(rope, part), feature_eps,
             divide=divide, denominator_eps=denominator_eps, out_dtype=torch.float32,
         )  # fmt: skip
         return after(out).to(out_dtype)
@@ -211,7 +216,7 @@ def _spread(matrix: torch.Tensor, columns: int, config: MixConfig, split: bool) 
     """The coefficients padded to whole tiles, `([2,] matrices, rows, columns)`. Not kept: weights change unnoticed."""
     rows = matrix.shape[-2]
     padded_rows = -(-rows // config.BM) * config.BM
-    width = power_of_two(max(columns, config.BN))
+    width = power_of_two(max(columns, config.BN, 16))
     matrices = matrix.shape[0] if matrix.ndim == 3 else 1
     shape = ((2,) if split else ()) + (matrices, padded_rows, width)
     out = torch.empty(shape, dtype=torch.bfloat16 if split else torch.float32, device=matrix.device)
@@ -234,11 +239,20 @@ def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: 
     def start(config: MixConfig) -> None:
         spread = _spread(matrix, columns, config, split)
         part = spread.numel() // (1 + split)
+        sizes = (part // heads if matrix.ndim == 3 else 0, part, heads, rows, columns)
+        if config.BN == 0:
+            k0 = min(128, power_of_two(max(16, columns)))
+            k1 = 0 if columns <= k0 else power_of_two(max(16, columns - k0))
+            triton_launch.launch(
+                mix_strip_kernel, (ceil_div(size, config.BP) * batch * heads,), Warps(*config[3:]), spread, states,
+                mixed, *sizes, SIZE=size, WIDTH=spread.shape[-1], K0=k0, K1=k1, BM=config.BM, BP=config.BP,
+                REVERSE=True, DOT=kind,
+            )  # fmt: skip
+            return
         grid = (ceil_div(rows, config.BM) * ceil_div(size, config.BP) * batch * heads,)
         triton_launch.launch(
             mix_kernel, grid, config, spread, states, mixed,
-            part // heads if matrix.ndim == 3 else 0, part, heads, rows, columns,
-            SIZE=size, WIDTH=spread.shape[-1], REVERSE=True, DOT=kind,
+            *sizes, SIZE=size, WIDTH=spread.shape[-1], REVERSE=True, DOT=kind,
         )  # fmt: skip
 
     configs = mix_configs("mix", 16 if split else 32, rows, columns)
@@ -288,7 +302,7 @@ def _pull_back(
     keys = name == "key_gradients"
     blocks = _Blocks(part, x, y.stride(1), heads * dim, whole_state=state.shape[-1] * state.element_size())
     dx = new_rows(part, (batch, tokens, heads, dim), x.dtype, x.device)
-    angles = _rope(rope, x)
+    angles, turned = _rope(rope, x)
     strides, step = strides_of(x, y)
     results: list = [dx, None, None]
 
@@ -315,11 +329,11 @@ def _pull_back(
             pull_back_kernel, (blocks.programs,), config,
             x, y, blocks.table, angles, state, dx, own, scale, weight,
             *strides, *blocks.numbers, feature_eps, denominator_eps,
-            ROPE=rope is not None, MASS=mass, KEYS=keys, WHOLE=whole, FUSED=fused, STEP=step,
+            ROPE=turned, MASS=mass, KEYS=keys, WHOLE=whole, FUSED=fused, STEP=step,
             DOT=_state_dot(x, state), **constants,
         )  # fmt: skip
 
-    options = (y.dtype, state.dtype, state_dtype, rope is None, mass, blocks.key)
+    options = (y.dtype, state.dtype, state_dtype, turned, mass, blocks.key)
     configs = states_configs(name, x, value_dim, part)
     return results if start_first_fitting(name, x, value_dim, configs, options, start) else None
 
@@ -344,8 +358,9 @@ def query_gradients(
     if found is None:
         role = "divide" if mass else "plain"
         dq, rows = fallback.pull_back(
-            q, grad, mixed.float(), part, rope, feature_eps, role=role, denominator_eps=denominator_eps
-        )
+            q, grad, mixed.float(), part, angle_tables(rope, part), feature_eps, role=role,
+            denominator_eps=denominator_eps,
+        )  # fmt: skip
         found = dq, None, rows
     dq, dmixed, rows = found
     if dmixed is None:
@@ -360,7 +375,9 @@ def key_gradients(
     found = _pull_back("key_gradients", k, v, dstate, part, rope, feature_eps, mass=mass)
     if found is None:
         role = "add_mass" if mass else "plain"
-        dk, _ = fallback.pull_back(k, v, dstate.float(), part, rope, feature_eps, role=role)
+        dk, _ = fallback.pull_back(
+            k, v, dstate.float(), part, angle_tables(rope, part), feature_eps, role=role
+        )
         found = dk, None, None
     dk, dv, _ = found
     if dv is None:

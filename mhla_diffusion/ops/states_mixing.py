@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["mix_gradient_kernel", "mix_kernel", "spread_kernel"]
+__all__ = ["mix_gradient_kernel", "mix_kernel", "mix_strip_kernel", "spread_kernel"]
 
 _SIZES = ["heads", "rows", "columns", "left_rows", "right_rows", "parts", "padded_rows", "chunks"]
 
@@ -38,6 +38,16 @@ def spread_kernel(
         tl.store(out_ptr + matrices * padded_rows * WIDTH, (m - high.to(tl.float32)).to(tl.bfloat16))
     else:
         tl.store(out_ptr, m)
+
+
+@triton.jit
+def weighted_sum(m_ptr, low_part, offset, state, total, DOT: tl.constexpr):
+    m = tl.load(m_ptr + offset)
+    if DOT == "split":
+        total = tl.dot(m, state, total)
+        return tl.dot(tl.load(m_ptr + low_part + offset), state, total)
+    else:
+        return tl.dot(m, state.to(tl.float32), total, input_precision=DOT)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
@@ -69,17 +79,58 @@ def mix_kernel(
             mask=(column < columns)[:, None] & (place < SIZE)[None, :],
             other=0.0,
         )
-        m = tl.load(m_ptr + offset)
-        if DOT == "split":
-            mixed = tl.dot(m, state, mixed)
-            mixed = tl.dot(tl.load(m_ptr + low_part + offset), state, mixed)
-        else:
-            mixed = tl.dot(m, state.to(tl.float32), mixed, input_precision=DOT)
+        mixed = weighted_sum(m_ptr, low_part, offset, state, mixed, DOT)
     tl.store(
         out_ptr + row[:, None] * SIZE + place[None, :],
         mixed.to(out_ptr.dtype.element_ty),
         mask=(row < rows)[:, None] & (place < SIZE)[None, :],
     )
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
+def mix_strip_kernel(
+    m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
+    BM: tl.constexpr, BP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """`mix_kernel` where K0 + K1 >= columns: the strip of all summed states is read once and kept.
+
+    Program (batch and head, strip of BP places fastest); it goes through the row tiles.
+    """
+    strips = tl.cdiv(SIZE, BP)
+    line = tl.program_id(0) // strips
+    place = tl.program_id(0) % strips * BP + tl.arange(0, BP)
+    if REVERSE:
+        line = tl.num_programs(0) // strips - 1 - line
+    m_ptr += line % heads * stride_h
+    state_ptr += line.to(tl.int64) * columns * SIZE
+    out_ptr += line.to(tl.int64) * rows * SIZE
+    inside = (place < SIZE)[None, :]
+    first = tl.arange(0, K0)
+    state0 = tl.load(
+        state_ptr + first[:, None] * SIZE + place[None, :],
+        mask=(first < columns)[:, None] & inside,
+        other=0.0,
+    )
+    if K1:
+        second = K0 + tl.arange(0, K1)
+        state1 = tl.load(
+            state_ptr + second[:, None] * SIZE + place[None, :],
+            mask=(second < columns)[:, None] & inside,
+            other=0.0,
+        )
+    for start in range(0, rows, BM):
+        row = start + tl.arange(0, BM)
+        offset = row[:, None] * WIDTH + first[None, :]
+        mixed = weighted_sum(m_ptr, low_part, offset, state0, tl.zeros((BM, BP), dtype=tl.float32), DOT)
+        if K1:
+            offset = row[:, None] * WIDTH + second[None, :]
+            mixed = weighted_sum(m_ptr, low_part, offset, state1, mixed, DOT)
+        tl.store(
+            out_ptr + row[:, None] * SIZE + place[None, :],
+            mixed.to(out_ptr.dtype.element_ty),
+            mask=(row < rows)[:, None] & inside,
+        )
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)

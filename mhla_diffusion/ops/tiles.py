@@ -45,9 +45,9 @@ def locate(rows, heads, head_group, REVERSE: tl.constexpr):
 
 @triton.jit
 def box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE: tl.constexpr):
-    """First token, tokens on the last two axes, and number of tokens of a block of the grid."""
+    """First token of a block on each axis, its tokens on the last two axes, and its number of tokens."""
     if TABLE:
-        return block * 0, block * 0 + 1, block * 0 + 1, block * 0 + block_size
+        return 0, 0, 0, block * 0 + 1, block * 0 + 1, block * 0 + block_size
     else:
         last = block % B2
         middle = block // B2 % B1
@@ -56,28 +56,37 @@ def box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE: tl.constexpr):
         size0 = (first + 1) * G0 // B0 - low0
         size1 = (middle + 1) * G1 // B1 - low1
         size2 = (last + 1) * G2 // B2 - low2
-        return (low0 * G1 + low1) * G2 + low2, size1, size2, size0 * size1 * size2
+        return low0, low1, low2, size1, size2, size0 * size1 * size2
 
 
 @triton.jit
 def tokens_at(
-    slot, end, table_ptr, block, first, size1, size2, block_size, num_tokens, G1, G2,
+    slot, end, table_ptr, block, low0, low1, low2, size1, size2, block_size, num_tokens, G1, G2,
     TABLE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Token ids of the slots of a block and whether each is a real token. WIDE: offsets need 64 bits."""
+    """Of the slots of a block: token ids, whether each is a real token, and its place on the three axes.
+
+    A table tells no places. WIDE: offsets need 64 bits.
+    """
     if TABLE:
         token = tl.load(table_ptr + block.to(tl.int64) * block_size + slot, mask=slot < end, other=-1)
         real = (token >= 0) & (token < num_tokens)
         token = tl.where(real, token, 0)
+        plane = slot
+        row = slot
+        column = slot
     else:
         line = quotient(slot, size2)
-        plane = quotient(line, size1)
-        token = first + (plane * G1 + (line - plane * size1)) * G2 + (slot - line * size2)
+        sheet = quotient(line, size1)
+        plane = low0 + sheet
+        row = low1 + (line - sheet * size1)
+        column = low2 + (slot - line * size2)
+        token = (plane * G1 + row) * G2 + column
         real = slot < end
     if WIDE:
-        return token.to(tl.int64), real
+        return token.to(tl.int64), real, plane, row, column
     else:
-        return token.to(tl.int32), real
+        return token.to(tl.int32), real, plane, row, column
 
 
 @triton.jit
@@ -180,6 +189,16 @@ def store_mass(state_ptr, part, LOW: tl.constexpr, D: tl.constexpr, DV: tl.const
 
 
 @triton.jit
+def spare_channel(DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr):
+    return BV + tl.arange(0, TV) == DV
+
+
+@triton.jit
+def spare(part, DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr):
+    return tl.sum(tl.where(spare_channel(DV, BV, TV)[None, :], part, 0.0), axis=1)
+
+
+@triton.jit
 def norm_weight_of(
     weight_ptr, head, LOW: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, NORM: tl.constexpr
 ):
@@ -202,25 +221,94 @@ def square_sum(x):
 def features(
     x, rstd, weight, feature_eps, LOW: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, ZERO: tl.constexpr
 ):
-    """phi of a tile in float32, of x * rstd * weight with NORM. ZERO: channels beyond D become 0, not feature_eps.
+    """phi of a tile, of x * rstd * weight with NORM. ZERO: channels beyond D become 0, not feature_eps.
 
-    Padding rows become feature_eps: whoever sums them has to mask.
+    In float32, but bfloat16 without NORM stays bfloat16: only the sum with feature_eps rounds there, as it would
+    before the dot product. Padding rows become feature_eps: whoever sums them has to mask.
     """
-    x = x.to(tl.float32)
-    if NORM:
-        x = x * rstd[:, None] * weight[None, :]
-    # Written so that NaN stays NaN: a non-finite activation has to surface, not turn into 0.
-    phi = tl.where(x < 0.0, 0.0, x) + feature_eps
+    if NORM == 0 and x.dtype == tl.bfloat16:
+        phi = features_of_pairs(x, feature_eps)
+    else:
+        x = x.to(tl.float32)
+        if NORM:
+            x = x * rstd[:, None] * weight[None, :]
+        # Written so that NaN stays NaN: a non-finite activation has to surface, not turn into 0.
+        phi = tl.where(x < 0.0, 0.0, x) + feature_eps
     if ZERO and LOW + x.shape[1] > D:
         phi = tl.where((LOW + tl.arange(0, x.shape[1]) < D)[None, :], phi, 0.0)
     return phi
 
 
 @triton.jit
-def rotate(x, angle, INVERSE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
-    """Turn the channel pairs (0, 1), (2, 3), ... by the tile of (cos, sin) pairs, or back."""
-    cos, sin = tl.split(tl.reshape(angle.to(tl.float32), (BN, BD // 2, 2)))
-    even, odd = tl.split(tl.reshape(x, (BN, BD // 2, 2)))
+def features_of_pairs(x, feature_eps):
+    """relu(x) + feature_eps on pairs of bfloat16: two instructions where float32 takes eight. NaN stays NaN."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 zero, one, positive;
+        mov.b32 zero, 0;
+        mov.b32 one, 0x3F803F80;
+        max.NaN.bf16x2 positive, $1, zero;
+        fma.rn.bf16x2 $0, positive, one, $2;
+        }""",
+        "=r,r,r",
+        [x, feature_eps.to(tl.bfloat16)],
+        dtype=tl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def frequencies_of(rope_ptr, LOW: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, ROPE: tl.constexpr):
+    """ROPE 2: radians per token on each of three axes, `(PART / 2,)`, of the pairs of channels LOW .. LOW + PART."""
+    if ROPE == 2 and PART > 0:
+        pair = LOW // 2 + tl.arange(0, PART // 2)
+        inside = pair < D // 2
+        return (
+            tl.load(rope_ptr + pair, mask=inside, other=0.0),
+            tl.load(rope_ptr + D // 2 + pair, mask=inside, other=0.0),
+            tl.load(rope_ptr + D // 2 * 2 + pair, mask=inside, other=0.0),
+        )
+    else:
+        return 0.0, 0.0, 0.0
+
+
+@triton.jit
+def rotation(
+    rope_ptr, token, real, plane, row, column, turn0, turn1, turn2,
+    LOW: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, ROPE: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """cos and sin of the tokens' angles, `(BN, PART / 2)` float32.
+
+    ROPE 1: from a row of (cos, sin) pairs for each token. ROPE 2: from the token's place and `frequencies_of`, which
+    takes no memory traffic; next to bfloat16 products by the approximate instructions, 2e-5 off.
+    """
+    if ROPE == 1:
+        pairs = load_part(rope_ptr, D, token, real, LOW, D, PART).to(tl.float32)
+        cos, sin = tl.split(tl.reshape(pairs, (BN, PART // 2, 2)))
+    else:
+        angle = (
+            plane.to(tl.float32)[:, None] * turn0[None, :]
+            + row.to(tl.float32)[:, None] * turn1[None, :]
+            + column.to(tl.float32)[:, None] * turn2[None, :]
+        )
+        if DOT == "bf16":
+            cos = approximate(angle, "cos.approx.f32 $0, $1;")
+            sin = approximate(angle, "sin.approx.f32 $0, $1;")
+        else:
+            cos, sin = tl.cos(angle), tl.sin(angle)
+    return cos, sin
+
+
+@triton.jit
+def approximate(angle, INSTRUCTION: tl.constexpr):
+    return tl.inline_asm_elementwise(INSTRUCTION, "=f,f", [angle], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def rotate(x, cos, sin, INVERSE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+    """Turn the channel pairs (0, 1), (2, 3), ... of a tile by cos and sin (BN, BD / 2), or back; float32."""
+    even, odd = tl.split(tl.reshape(x.to(tl.float32), (BN, BD // 2, 2)))
     if INVERSE:
         return tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (BN, BD))
     else:

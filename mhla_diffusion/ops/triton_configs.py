@@ -35,7 +35,10 @@ class Warps(NamedTuple):
 
 
 class MixConfig(NamedTuple):
-    """Tiles of the mixing GEMM: BM blocks, BP places in a state, BN summed blocks (or places, for its gradient)."""
+    """Tiles of the mixing GEMM: BM blocks, BP places in a state, BN summed blocks (or places, for its gradient).
+
+    BN 0: all summed blocks at once, for up to 256 of them.
+    """
 
     BM: int
     BP: int

@@ -1,0 +1,58 @@
+"""Rotary angles that follow from a token's place on the grid."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .derived import derived
+from .partition import Partition
+
+__all__ = ["GridRope", "angle_tables", "three_axes"]
+
+
+class GridRope(NamedTuple):
+    """Rotation of the channel pairs (0, 1), (2, 3), ... by angles that are linear in a token's place on the grid.
+
+    The angle of pair c at place (t, y, x) is t f[0, c] + y f[1, c] + x f[2, c]: the axial rotations of video and image
+    models, where each pair follows one axis, and mixed ones alike (RoFormer, arXiv 2104.09864; RoPE-Mixed, arXiv
+    2403.13298). The kernels then compute the angles and read none, which a table of `(N, D / 2)` cosines and sines
+    costs them for every head.
+
+    frequencies: float32 `(axes, D / 2)`, radians per token.
+    """
+
+    frequencies: torch.Tensor
+
+
+def three_axes(frequencies: torch.Tensor) -> torch.Tensor:
+    """float32 `(3, D / 2)` contiguous, with leading axes that turn nothing."""
+    if frequencies.shape[0] == 3 and frequencies.dtype == torch.float32 and frequencies.is_contiguous():
+        return frequencies
+
+    def build() -> torch.Tensor:
+        padding = frequencies.new_zeros(3 - frequencies.shape[0], frequencies.shape[1], dtype=torch.float32)
+        return torch.cat((padding, frequencies.detach().float()))
+
+    return build() if torch.compiler.is_compiling() else derived(frequencies, "three axes", build)
+
+
+def angle_tables(rope, part: Partition, dtype: torch.dtype = torch.float32):
+    """A rotation as `(cos, sin)`, `(N, D / 2)` each: given so, or as `(frequencies of three axes, None)`.
+
+    The angles are computed in float64: far from the origin float32 would lose the last digits of their products.
+    """
+    if rope is None or rope[1] is not None:
+        return rope
+    frequencies, layout = rope[0], part.layout
+
+    def build() -> tuple[torch.Tensor, torch.Tensor]:
+        axes = [torch.arange(size, device=frequencies.device, dtype=torch.float64) for size in layout[:3]]
+        places = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 2)  # (N, 3)
+        angle = (places[:, :, None] * frequencies.detach().double()).sum(dim=1)
+        return angle.cos().to(dtype), angle.sin().to(dtype)
+
+    if torch.compiler.is_compiling():
+        return build()
+    return derived(frequencies, (layout[:3], dtype), build)
