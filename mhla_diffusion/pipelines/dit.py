@@ -166,30 +166,30 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
             )
         return [self.labels[name] for name in names]
 
-    def class_ids(self, class_labels: int | str | Sequence[int | str] | torch.Tensor) -> list[int]:
+    def class_id(self, label: int | str) -> int:
+        """Class number of one label. Raises ValueError when it is no class."""
+        if isinstance(label, str):
+            return self.get_label_ids(label)[0]
+        whole = isinstance(label, numbers.Integral) and not isinstance(label, bool)
+        if not whole or not 0 <= label <= self.num_classes:
+            raise ValueError(
+                f"class label {label!r}: give a name or a number from 0 to {self.num_classes - 1} "
+                f"({self.num_classes}, the null class, draws without a class)"
+            )
+        return int(label)
+
+    def class_ids(self, class_labels: int | str | Sequence | torch.Tensor) -> list[int]:
         """Class numbers of what the caller gave: numbers and names, one or several, also mixed.
 
         Raises ValueError when it is empty, or something is no class.
         """
         if hasattr(class_labels, "tolist"):  # tensors and arrays
             class_labels = class_labels.tolist()
-        if isinstance(class_labels, (str, numbers.Integral)):
-            class_labels = [class_labels]
+        if not isinstance(class_labels, (list, tuple, range)):
+            return [self.class_id(class_labels)]
         ids = []
-        for label in class_labels if isinstance(class_labels, Sequence) else [class_labels]:
-            if isinstance(label, str):
-                ids += self.get_label_ids(label)
-            elif (
-                isinstance(label, numbers.Integral)
-                and not isinstance(label, bool)
-                and 0 <= label <= self.num_classes
-            ):
-                ids.append(int(label))
-            else:
-                raise ValueError(
-                    f"class label {label!r}: give a name or a number from 0 to {self.num_classes - 1} "
-                    f"({self.num_classes}, the null class, draws without a class)"
-                )
+        for label in class_labels:  # as in Diffusers, lists in lists are flattened
+            ids += self.class_ids(label)
         if not ids:
             raise ValueError("class_labels is empty: give at least one class, such as class_labels=[0]")
         return ids

@@ -86,7 +86,7 @@ def test_labels_by_number_and_name(pipe):
     noise = torch.ones(3, 4, 8, 8)
     expected = draw(pipe, (0, 1, 2), latents=noise)
     names = ["goldfish", "white shark", "umbrella"]
-    for labels in (names, ["Carassius auratus", 1, "umbrella"], np.arange(3), torch.arange(3)):
+    for labels in (names, ["Carassius auratus", 1, "umbrella"], np.arange(3), torch.arange(3)[:, None]):
         assert torch.equal(draw(pipe, labels, latents=noise), expected)
     assert torch.equal(draw(pipe, "umbrella"), draw(pipe, 2))
     assert pipe.get_label_ids("white shark") == pipe.get_label_ids(["white shark"]) == [1]
