@@ -1,4 +1,4 @@
-"""Diffusers' own tests of its DiT transformer, run on ours, and those of what stock DiT lacks: LoRA, caches, offload."""
+"""Diffusers' tests of its DiT transformer, run on ours, and those of what stock DiT lacks: LoRA, caches, offload."""
 
 import pytest
 import torch
