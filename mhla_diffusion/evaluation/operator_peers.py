@@ -24,10 +24,12 @@ from ..ops.eager import (
     normalise,
     read_out,
     rotate,
+    row_sums,
     summarise,
     to_blocks,
 )
 from ..ops.partition import grid_partition
+from ..ops.rotation import angle_tables, three_axes
 from .operator_cases import Inputs
 from .timing import graphed, milliseconds
 
@@ -67,14 +69,14 @@ def mhla_by_matmuls(q, k, v, mixing, options: dict) -> torch.Tensor:
     """The same function as ours in torch's matmuls, everything in the inputs' dtype, as autocast would have it."""
     part = grid_partition(options["grid"], options["block_grid"], q.shape[1], q.device)
     rope, dtype, divide = options.get("rope"), v.dtype, options["normalizer"] == "paper"
+    rope = None if rope is None else angle_tables((three_axes(rope.frequencies), None), part)
     q, k = normalise(q, options.get("query_norm")), normalise(k, options.get("key_norm"))
     phi_q = features(q, part, 1e-6, dtype)
     phi_k = mask_padding(features(k, part, 1e-6, dtype), part)
-    state = summarise(rotate(phi_k, rope, part), phi_k if divide else None, to_blocks(v, part))
-    mixed = mix_states(mixing.to(dtype), state)
-    out = read_out(rotate(phi_q, rope, part), mixed, v.shape[-1])
+    state = mix_states(mixing.to(dtype), summarise(rotate(phi_k, rope, part), to_blocks(v, part)))
+    out = read_out(rotate(phi_q, rope, part), state)
     if divide:
-        out = out / (phi_q * mixed[..., None, q.shape[-1] * v.shape[-1] :]).sum(dim=-1, keepdim=True)
+        out = out / row_sums(phi_q, mix_states(mixing.to(dtype), phi_k.sum(dim=-2)))
     out = from_blocks(out, part)
     after = {name: options.get(name) for name in ("norm_weight", "gate", "gate_bias", "local")}
     return epilogue(out, norm_eps=1e-6, **after).to(dtype)

@@ -6,10 +6,12 @@ denominator. Inside, blocks are laid out as `(B, H, M, n, D)`.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
-from .partition import Partition
+from .partition import Partition, layout_partition
 
 __all__ = [
     "eager_core",
@@ -18,6 +20,7 @@ __all__ = [
     "mix_states",
     "normalise",
     "read_out",
+    "row_sums",
     "summarise",
     "to_blocks",
 ]
@@ -25,26 +28,52 @@ __all__ = [
 
 def slot_ids(part: Partition, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Token id of every slot `(M, n)` and whether it is a real token; anything outside [0, N) counts as padding."""
+    if part.layout is not None and not torch.compiler.is_compiling():
+        return _layout_places(part.layout, str(device))[:2]
+    return _slot_ids(part, device)
+
+
+def _slot_ids(part: Partition, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     table = part.with_table(device).long()
-    valid = (table >= 0) & (table < part.num_tokens)
-    return table, valid
+    return table, (table >= 0) & (table < part.num_tokens)
 
 
-def to_blocks(x: torch.Tensor, part: Partition) -> torch.Tensor:
-    """`(B, N, H, D)` -> contiguous `(B, H, M, n, D)`. Padding slots repeat token 0 and must be masked."""
+@functools.lru_cache(maxsize=128)
+def _layout_places(layout: tuple[int, ...], device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`slot_ids` of blocks that follow from a grid, and the slot of every token `(N,)`."""
+    part = layout_partition(layout)
+    with torch.inference_mode(
+        False
+    ):  # what is made in inference mode cannot be saved for a later backward pass
+        ids, valid = _slot_ids(part, torch.device(device))
+        slots = torch.empty(part.num_tokens, dtype=torch.int64, device=device)
+        slots[ids[valid]] = valid.flatten().nonzero()[:, 0]
+        return ids, valid, slots
+
+
+def block_view(x: torch.Tensor, part: Partition) -> torch.Tensor:
+    """`(B, N, H, D)` -> `(B, H, *, D)` with the tokens of a block together: a view where blocks are even. The axes
+    between are blocks, then slots, of one or more axes. Padding slots repeat token 0 and must be masked."""
     batch, _, heads, dim = x.shape
     if part.even:
         axes = len(part.grid)
         split = [s for g, b in zip(part.grid, part.block_grid, strict=True) for s in (b, g // b)]
         x = x.reshape(batch, *split, heads, dim)
         blocks, slots = [1 + 2 * a for a in range(axes)], [2 + 2 * a for a in range(axes)]
-        x = x.permute(0, 2 * axes + 1, *blocks, *slots, 2 * axes + 2)
-    else:
-        ids, valid = slot_ids(part, x.device)
-        if part.padded:
-            ids = torch.where(valid, ids, 0)
-        x = x.index_select(1, ids.flatten()).transpose(1, 2)
-    return x.contiguous().view(batch, heads, part.num_blocks, part.block_size, dim)
+        return x.permute(0, 2 * axes + 1, *blocks, *slots, 2 * axes + 2)
+    ids, valid = slot_ids(part, x.device)
+    if part.padded:
+        ids = torch.where(valid, ids, 0)
+    return x.index_select(1, ids.flatten()).transpose(1, 2)
+
+
+def to_blocks(x: torch.Tensor, part: Partition) -> torch.Tensor:
+    """`(B, N, H, D)` -> contiguous `(B, H, M, n, D)`. Padding slots repeat token 0 and must be masked."""
+    return _in_slots(block_view(x, part).contiguous(), part)
+
+
+def _in_slots(y: torch.Tensor, part: Partition) -> torch.Tensor:
+    return y.view(*y.shape[:2], part.num_blocks, part.block_size, y.shape[-1])
 
 
 def from_blocks(y: torch.Tensor, part: Partition) -> torch.Tensor:
@@ -67,10 +96,26 @@ def from_blocks(y: torch.Tensor, part: Partition) -> torch.Tensor:
     return full[:, : part.num_tokens].contiguous()
 
 
+def _recorded(*tensors: torch.Tensor) -> bool:
+    """Whether autograd or a compiler looks on: both want new tensors, not results written into buffers."""
+    return torch.compiler.is_compiling() or (
+        torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+    )
+
+
 def features(x: torch.Tensor, part: Partition, feature_eps: float, dtype: torch.dtype) -> torch.Tensor:
     """phi of the blocked tokens."""
-    # The same values and gradient as relu, but relu keeps its result for backward, so eps could not be added in place.
-    phi = F.threshold(to_blocks(x, part).to(dtype), 0.0, 0.0)
+    if _recorded(x):
+        # The same values and gradient as relu, but relu keeps its result for backward: eps could not be added in place.
+        phi = F.threshold(to_blocks(x, part).to(dtype), 0.0, 0.0)
+    else:
+        view = block_view(x, part)
+        phi = torch.empty(view.shape, dtype=dtype, device=x.device)
+        if x.dtype == dtype:
+            torch.clamp_min(view, 0.0, out=phi)
+        else:
+            phi.copy_(view).clamp_min_(0.0)
+        phi = _in_slots(phi, part)
     return phi.add_(feature_eps) if feature_eps else phi
 
 
@@ -89,21 +134,25 @@ def rotate(phi: torch.Tensor, rope, part: Partition) -> torch.Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
-def summarise(turned: torch.Tensor, phi: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
-    """States `(B, H, M, D * Dv [+ D])`: each block's summary S = sum phi v^T, then its mass z = sum phi."""
-    summary = (turned.transpose(-1, -2) @ value).flatten(-2)
-    return summary if phi is None else torch.cat((summary, phi.sum(dim=-2)), dim=-1)
+def summarise(turned: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """`(B, H, M, D * Dv)`: each block's summary S = sum phi v^T."""
+    return (turned.transpose(-1, -2) @ value).flatten(-2)
 
 
 def mix_states(mixing: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """One GEMM over summaries and masses together: (Mq, Mk) or (H, Mq, Mk) times (B, H, Mk, K)."""
+    """Summaries or masses mixed: (Mq, Mk) or (H, Mq, Mk) times (B, H, Mk, K)."""
     return torch.matmul(mixing, state)
 
 
-def read_out(turned: torch.Tensor, mixed: torch.Tensor, value_dim: int) -> torch.Tensor:
+def read_out(turned: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
     """`(B, H, M, n, Dv)`: the queries' features times their block's mixed summary."""
-    dim = turned.shape[-1]
-    return turned @ mixed[..., : dim * value_dim].unflatten(-1, (dim, value_dim))
+    return turned @ mixed.unflatten(-1, (turned.shape[-1], -1))
+
+
+def row_sums(phi: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    """`(B, H, M, n, 1)`: phi . z, with the mass z (B, H, M, D) of each block."""
+    # A product and a sum: a matrix-vector product per block is slower on CPUs.
+    return (phi * mass[..., None, :]).sum(dim=-1, keepdim=True)
 
 
 def normalise(x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch.Tensor:
@@ -130,6 +179,41 @@ def epilogue(out: torch.Tensor, norm_weight, norm_eps: float, gate, gate_bias, l
     return out
 
 
+# Elements of q that a piece of the work holds: with its few temporaries it stays in a core's own cache, and the
+# allocator hands the same memory out again, which fresh pages for temporaries of the whole size would not allow.
+_PIECE = 1 << 17
+
+
+def _pieces(q: torch.Tensor, v: torch.Tensor) -> list[tuple[slice, slice]]:
+    """(items, heads) that are computed one after the other: every head of every item stands alone."""
+    batch, tokens, heads, dim = q.shape
+    size = max(_PIECE, torch.get_num_threads() << 16)  # every thread has its share
+    lines = max(1, size // (max(tokens, v.shape[1]) * max(dim, v.shape[-1])))
+    if lines >= heads:
+        step = lines // heads
+        return [(slice(b, b + step), slice(None)) for b in range(0, batch, step)]
+    return [(slice(b, b + 1), slice(h, h + lines)) for b in range(batch) for h in range(0, heads, lines)]
+
+
+def _fractions(
+    q, k, v, mixing, query: Partition, key: Partition, *, rope, key_rope, feature_eps: float, normalizer: str,
+    denominator_eps: float, dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """Numerators (B, H, M, n, Dv) and denominators (B, H, M, n, 1) of the output, in blocks."""
+    phi_q = features(q, query, feature_eps, dtype)
+    phi_k = mask_padding(features(k, key, feature_eps, dtype), key)
+    state = summarise(rotate(phi_k, key_rope, key), to_blocks(v, key).to(dtype))
+    out = read_out(rotate(phi_q, rope, query), mix_states(mixing, state))
+    if normalizer == "none":
+        return out, None
+    mass = phi_k.sum(dim=-2)
+    if normalizer == "paper":
+        denominator = row_sums(phi_q, mix_states(mixing, mass))
+    else:
+        denominator = torch.matmul(mixing, row_sums(phi_q, mass)[..., 0])[..., None]
+    return out, denominator + denominator_eps if denominator_eps else denominator
+
+
 def eager_core(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -147,20 +231,42 @@ def eager_core(
 ) -> torch.Tensor:
     """The same function as `reference_core`; differentiable in q, k, v and mixing. Returns `out_dtype` (q's dtype)."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    value_dim = v.shape[-1]
+    out_dtype = q.dtype if out_dtype is None else out_dtype
+    options = {
+        "rope": rope, "key_rope": key_rope, "feature_eps": feature_eps, "normalizer": normalizer,
+        "denominator_eps": denominator_eps, "dtype": dtype,
+    }  # fmt: skip
     with torch.autocast(device_type=q.device.type, enabled=False):
-        phi_q = features(q, query, feature_eps, dtype)
-        phi_k = mask_padding(features(k, key, feature_eps, dtype), key)
-        value = to_blocks(v, key).to(dtype)
-        state = summarise(rotate(phi_k, key_rope, key), None if normalizer == "none" else phi_k, value)
         mixing = mixing.to(dtype)
-        mixed = mix_states(mixing, state)
-        out = read_out(rotate(phi_q, rope, query), mixed, value_dim)
-        if normalizer != "none":
-            masses = (mixed if normalizer == "paper" else state)[..., q.shape[-1] * value_dim :]
-            # A product and a sum: a matrix-vector product per block is several times slower on CPUs.
-            denominator = (phi_q * masses[..., None, :]).sum(dim=-1, keepdim=True)  # (B, H, M, n, 1)
-            if normalizer == "official":
-                denominator = torch.matmul(mixing, denominator[..., 0])[..., None]
-            out = out / (denominator + denominator_eps)
-        return from_blocks(out, query).to(q.dtype if out_dtype is None else out_dtype)
+        if q.device.type != "cpu" or _recorded(q, k, v, mixing):
+            out, denominator = _fractions(q, k, v, mixing, query, key, **options)
+            return from_blocks(out if denominator is None else out / denominator, query).to(out_dtype)
+        whole = torch.empty(*q.shape[:3], v.shape[-1], dtype=out_dtype)
+        for items, heads in _pieces(q, v):
+            part = [x[items, :, heads] for x in (q, k, v)]
+            out, denominator = _fractions(
+                *part, mixing[heads] if mixing.ndim == 3 else mixing, query, key, **options
+            )
+            _store(out, denominator, query, whole[items, :, heads])
+        return whole
+
+
+def _store(
+    out: torch.Tensor, denominator: torch.Tensor | None, part: Partition, target: torch.Tensor
+) -> None:
+    """Divide and put a piece of the blocks where it belongs."""
+    if part.even:
+        place = block_view(target, part)
+        out = out.view(place.shape)
+        if denominator is None:
+            place.copy_(out)
+        else:
+            torch.div(out, denominator.view(*place.shape[:-1], 1), out=place)
+        return
+    if denominator is not None:
+        out = out.div_(denominator)
+    if part.layout is None:
+        target.copy_(from_blocks(out, part))
+    else:
+        slots = _layout_places(part.layout, str(out.device))[2]
+        target.copy_(out.flatten(2, 3).index_select(2, slots).transpose(1, 2))
