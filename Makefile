@@ -14,13 +14,14 @@ OUT ?= outputs
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --constraint constraints.txt
 
-.PHONY: help install install-dev demo sheet test test-gpu bench memcheck lint format clean
+.PHONY: help install install-dev demo sheet test test-gpu test-diffusers bench memcheck lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      install, then draw a contact sheet of 8 pictures with the shipped pipeline"
 	@echo "make test      install, then run every test that needs no GPU"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make test-diffusers DIFFUSERS_SRC=...  Diffusers' own tests, from its checkout, on our classes"
 	@echo "make bench     time the operator beside its peers, and against the number of tokens, into outputs/"
 	@echo "make memcheck  the kernels under NVIDIA's memory checker (CUDA device, compute-sanitizer)"
 	@echo "make sheet     draw the contact sheet that the README shows"
@@ -70,6 +71,15 @@ bench: install-dev
 
 memcheck: install-dev
 	$(BIN)/python eval/check_memory.py --out eval/results/memcheck_h200.txt
+
+# Diffusers' wheel holds no tests: DIFFUSERS_SRC is a checkout of its repository. Their conftest takes the place of ours.
+test-diffusers: install-dev
+	@test -f "$(DIFFUSERS_SRC)/tests/conftest.py" || { \
+	  echo "give a checkout of Diffusers: make test-diffusers DIFFUSERS_SRC=path/to/diffusers" >&2; exit 1; }
+	$(PIP) parameterized requests-mock
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH="$(abspath $(DIFFUSERS_SRC)):tests/support" \
+	  $(BIN)/python -m pytest -o addopts="--import-mode=importlib --noconftest" -p tests.conftest \
+	  --numprocesses $(JOBS) --dist worksteal $(wildcard tests/diffusers_mixins/*.py)
 
 lint: install-dev
 	$(BIN)/ruff check .

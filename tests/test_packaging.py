@@ -90,7 +90,8 @@ def imported(*folders: str) -> set[str]:
                     names.update(alias.name.partition(".")[0] for alias in node.names)
                 elif isinstance(node, ast.ImportFrom) and not node.level:
                     names.add(node.module.partition(".")[0])
-    own = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")} | {"mhla_diffusion"}
+    # `tests` are those of a checkout of Diffusers, which `make test-diffusers` runs.
+    own = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")} | {"mhla_diffusion", "tests"}
     return {
         canonicalize_name(DISTRIBUTION_OF.get(name, name)) for name in names - own - sys.stdlib_module_names
     }

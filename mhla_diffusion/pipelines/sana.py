@@ -1,6 +1,7 @@
 """Text to image with SANA-MHLA: the stock pipeline, with its defaults kept in the saved pipeline."""
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -214,6 +215,8 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
         watch.check(self)
         return output
 
+    # With the stock signature, by which Diffusers encodes prompts apart from drawing.
+    @wraps(SanaPipeline.encode_prompt, assigned=())
     def encode_prompt(
         self,
         prompt: str | list[str],
