@@ -11,9 +11,9 @@ data, order, noise and times; weights that they share in name and shape start eq
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -49,6 +49,7 @@ TWINS = {
 RUNS = [("mhla", 0), ("softmax", 0), ("linear", 0), ("mhla+cpe+gate", 0), ("softmax+cpe+gate", 0),
         ("linear+cpe+gate", 0), ("mhla+cpe", 0), ("mhla", 1), ("softmax", 1), ("linear", 1)]  # fmt: skip
 SPLITS = ("train", "heldout", "val")
+SHEET = SampleConfig(seed=0, steps=20, guidance=4.0)  # how each row of pictures is drawn
 
 
 def row_prompts() -> list[str]:
@@ -82,13 +83,11 @@ def measure(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dict, l
         table = caption_table(encoded, parts, True, parts.max_sequence_length, device)
         bf16 = recipe.run.mixed_precision == "bf16"
         losses[split] = flow_losses(module, encoded, table, device=device, bf16=bf16)
-    sample = SampleConfig(seed=0, steps=20, guidance=4.0)
-    return losses, draw_pictures(parts, row_prompts(), sample, recipe.data.size, device)
+    return losses, draw_pictures(parts, row_prompts(), SHEET, recipe.data.size, device)
 
 
 def run_twin(recipe: Recipe, name: str, seed: int, out: Path) -> None:
     """Trains and measures one twin and writes its two files."""
-    began = time.time()
     torch.compiler.reset()  # each twin is another model: past the limit of recompilations it would silently run eagerly
     result = train(recipe, resume="auto")
     if not result.finished:
@@ -97,21 +96,21 @@ def run_twin(recipe: Recipe, name: str, seed: int, out: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() and recipe.run.device != "cpu" else "cpu")
     losses, row = measure(recipe, result.pipeline, device)
     contact_sheet(row, columns=len(row)).save(out / f"{name}-{seed}.png")
+    # No speeds: a run may be finished by several calls, beside others on one GPU. metrics.jsonl has them.
     facts = {
         "twin": name,
         "seed": seed,
         "flow_loss": losses,
         "parameters": json.loads((result.out / "run.json").read_text())["parameters"],
         "steps": result.step,
-        "images_per_second": result.images_per_second,
-        "last_training_loss": result.loss,
-        "wall_minutes": (time.time() - began) / 60,
         "prompts": row_prompts(),
+        "sheet": {"seed": SHEET.seed, "steps": SHEET.steps, "guidance": SHEET.guidance},
+        "data": {"sha256": hashlib.sha256(Path(recipe.data.path).read_bytes()).hexdigest()},
         "environment": environment(device),
         "settings": dataclasses.asdict(recipe),
     }
     target = out / f"{name}-{seed}.json"
-    target.with_suffix(".tmp").write_text(json.dumps(facts, indent=1))
+    target.with_suffix(".tmp").write_text(json.dumps(facts, indent=1, allow_nan=False))
     target.with_suffix(".tmp").replace(target)
 
 
@@ -125,10 +124,14 @@ def main() -> int:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--report", action="store_true", help="train nothing; write the table and the sheet")
     parser.add_argument("--report-to", type=Path, default=Path("eval/results"), metavar="FOLDER")
+    parser.add_argument("--remark", action="append", default=[], help="a sentence for the report; repeatable")
     args = parser.parse_args()
     try:
         if args.report:
-            print(write_report(args.out, args.report_to, order=list(TWINS)))
+            splits = {p["prompt"]: p["split"] for p in fixed_prompts()}
+            print(
+                write_report(args.out, args.report_to, order=list(TWINS), splits=splits, remarks=args.remark)
+            )
             return 0
         chosen = RUNS
         if args.only:

@@ -2,36 +2,82 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from pathlib import Path
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from PIL import Image, ImageDraw, ImageFont
 
-_LABEL = 150  # pixels left of each row
+_SPLITS = ("train", "heldout", "val")
+_KEPT = (
+    "twin",
+    "seed",
+    "steps",
+    "parameters",
+    "flow_loss",
+    "prompts",
+    "sheet",
+    "data",
+    "environment",
+    "settings",
+)
+# Where a run lay, what it was called and when a call of it stopped: nothing that its result depends on. Sample grids
+# are off in twins; the sheet has settings of its own.
+_WITHOUT_EFFECT = (
+    "run.name", "run.out", "run.max_minutes", "run.log_every", "run.tracker", "data.cache", "sample.",
+)  # fmt: skip
+_MAY_DIFFER = (
+    "twin",
+    "seed",
+    "parameters.",
+    "flow_loss.",
+    "settings.run.seed",
+    "settings.model.transformer.",
+)
+_LABEL, _HEADER, _GAP = 150, 68, 4  # pixels: left of the rows, above them, between them
 
 
-def write_report(source: Path, target: Path, order: list[str], stem: str = "twins_emoji") -> str:
+def write_report(
+    source: Path,
+    target: Path,
+    order: Sequence[str],
+    stem: str = "twins_emoji",
+    *,
+    splits: Mapping[str, str] | None = None,
+    remarks: Sequence[str] = (),
+) -> str:
     """Reads `source/<name>-<seed>.json` and `.png`, writes `target/<stem>.json`, `.md` and `.png`; returns the table.
 
+    Args:
+        order: names of twins in the order of the rows; others follow.
+        splits: split of each prompt of the sheet, written above its column.
+        remarks: sentences that go into the JSON and under the table.
+
     Raises:
-        ValueError: no results there.
+        ValueError: no results there, or a loss that is no number.
     """
-    results = [json.loads(path.read_text()) for path in sorted(source.glob("*.json"))]
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(source.glob("*.json"))]
     results.sort(key=lambda r: (order.index(r["twin"]) if r["twin"] in order else len(order), r["seed"]))
     if not results:
         raise ValueError(f"{source} holds no twin results; train some first, without --report")
     target.mkdir(parents=True, exist_ok=True)
-    common, runs = _separate(results)
-    (target / f"{stem}.json").write_text(json.dumps({"common_settings": common, "runs": runs}, indent=1))
-    table = _table(results, common)
-    (target / f"{stem}.md").write_text(table + "\n")
-    _sheet(results, source).save(target / f"{stem}.png", optimize=True)
+    common, runs = _separate([_flat(_portable(result)) for result in results])
+    merged = {"remarks": list(remarks), "common": common, "runs": runs}
+    (target / f"{stem}.json").write_text(
+        json.dumps(merged, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+    )
+    table = _page(results, common, runs, stem, remarks)
+    (target / f"{stem}.md").write_text(table + "\n", encoding="utf-8")
+    # A palette: the drawings have few colours, and the file takes a third of the space.
+    _sheet(results, source, splits or {}).quantize(256).save(target / f"{stem}.png", optimize=True)
     return table
 
 
-def _flat(settings: dict, prefix: str = "") -> dict:
+def _flat(facts: dict, prefix: str = "") -> dict:
     pairs = {}
-    for key, value in settings.items():
+    for key, value in facts.items():
         pairs |= (
             _flat(value, f"{prefix}{key}.")
             if isinstance(value, dict) and value
@@ -40,55 +86,120 @@ def _flat(settings: dict, prefix: str = "") -> dict:
     return pairs
 
 
-def _separate(results: list[dict]) -> tuple[dict, list[dict]]:
-    """Settings that all runs share, once; each run with what is its own."""
-    flat = [_flat(r["settings"]) for r in results]
-    common = {k: v for k, v in flat[0].items() if all(k in f and f[k] == v for f in flat)}
-    runs = []
-    for result, settings in zip(results, flat, strict=True):
-        own = {k: v for k, v in settings.items() if k not in common}
-        runs.append({**{k: v for k, v in result.items() if k != "settings"}, "own_settings": own})
-    return common, runs
+def _portable(result: dict) -> dict:
+    """What of a result is worth publishing; of paths that hold on one machine only, the last part."""
+    settings = {
+        key: _without_folder(value)
+        for key, value in _flat(result["settings"]).items()
+        if not key.startswith(_WITHOUT_EFFECT)
+    }
+    return {**{key: result[key] for key in _KEPT if key in result}, "settings": settings}
 
 
-def _table(results: list[dict], common: dict) -> str:
-    first = results[0]
-    environment = first["environment"]
+def _without_folder(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    absolute = PurePosixPath(value).is_absolute() or PureWindowsPath(value).is_absolute()
+    return PureWindowsPath(value).name if absolute or value.startswith("~") else value
+
+
+def _separate(flat: list[dict]) -> tuple[dict, list[dict]]:
+    """Facts that all runs share, once; each run with what is its own."""
+    common = {
+        key: value
+        for key, value in flat[0].items()
+        if key not in ("twin", "seed") and all(key in f and f[key] == value for f in flat)
+    }
+    return common, [{key: value for key, value in f.items() if key not in common} for f in flat]
+
+
+def _page(results: list[dict], common: dict, runs: list[dict], stem: str, remarks: Sequence[str]) -> str:
+    setting = {key.removeprefix("settings."): value for key, value in common.items()}
+    unlike = sorted({key for run in runs for key in run if not key.startswith(_MAY_DIFFER)})
     lines = [
         "# Twins on the emoji set",
         "",
-        "Models that differ in their attention only; twins of one seed saw the same data, order, noise and times. "
-        "Flow loss of the EMA weights over whole splits, mean over 16 fixed noise levels with fixed noise per picture "
-        "(lower is better). `linear` is MHLA with a single block, which is plain linear attention.",
+        "Models that differ in their attention and nothing else; twins of one seed saw the same data, order, noise "
+        "and times, and weights that they share in name and shape started equal. `linear` is MHLA with a single "
+        "block, which is plain linear attention. `cpe` is a 3 x 3 depthwise convolution of the values, `gate` an "
+        "output gate.",
         "",
-        f"{first['steps']} steps of batch {common.get('run.batch_size')}, {common.get('run.mixed_precision')}; torch "
-        f"{environment['torch']}, diffusers {environment['diffusers']}, {environment['device']}.",
+        "The numbers are the flow-matching loss of the averaged (EMA) weights over whole splits, on white, the mean "
+        "over 16 fixed noise levels with fixed noise for each picture; lower is better. `train`: what was trained on; "
+        "`heldout`: concepts that were trained on in other styles only; `val`: concepts that were never trained on.",
         "",
-        "| twin | seed | transformer parameters | train | heldout | val | images/s | minutes |",
-        "|---|---|---|---|---|---|---|---|",
+        *_run_table(results),
     ]
-    for result in results:
-        loss = result["flow_loss"]
-        lines.append(
-            f"| {result['twin']} | {result['seed']} | {result['parameters']['transformer']:,} | "
-            + " | ".join(f"{loss[split]['mean']:.5f}" for split in ("train", "heldout", "val"))
-            + f" | {result['images_per_second']:,.0f} | {result['wall_minutes']:.1f} |"
-        )
-    pictures = ", ".join(
-        f"{split} {first['flow_loss'][split]['pictures']}" for split in ("train", "heldout", "val")
-    )
-    lines += ["", f"Pictures: {pictures}. Prompts of the sheet: " + "; ".join(first["prompts"]) + "."]
+    spread = _seed_table(results)
+    if spread:
+        lines += ["", "Over the seeds: mean, and how far the highest lies above the lowest.", "", *spread]
+    counts = {split: common.get(f"flow_loss.{split}.pictures") for split in _SPLITS}
+    version = {
+        name: common.get(f"environment.{name}") for name in ("torch", "triton", "diffusers", "transformers")
+    }
+    lines += [
+        "",
+        f"Pictures measured: {', '.join(f'{split} {count}' for split, count in counts.items())}.",
+        "",
+        f"Trained for {common.get('steps')} steps of {setting.get('run.batch_size')} pictures; learning rate "
+        f"{setting.get('optimizer.lr')}, {setting.get('optimizer.schedule')} schedule, EMA {setting.get('ema.decay')}, "
+        f"{setting.get('run.mixed_precision')}. Device {common.get('environment.device')}; "
+        f"{', '.join(f'{name} {number}' for name, number in version.items())}. All settings, and the loss at each "
+        f"noise level: [{stem}.json]({stem}.json).",
+    ]
+    if unlike:
+        lines += ["", f"Not the same in all runs, beside attention and seed: {', '.join(unlike)}."]
+    for remark in remarks:
+        lines += ["", remark]
+    lines += ["", f"![One row of pictures for each run]({stem}.png)"]
     return "\n".join(lines)
 
 
-def _sheet(results: list[dict], source: Path) -> Image.Image:
-    """One labelled row of pictures for each run, in the table's order."""
-    rows = [(r, Image.open(source / f"{r['twin']}-{r['seed']}.png").convert("RGB")) for r in results]
-    width, height = max(row.width for _, row in rows), max(row.height for _, row in rows)
-    sheet = Image.new("RGB", (_LABEL + width, len(rows) * (height + 4) - 4), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(13)
-    for number, (result, row) in enumerate(rows):
-        top = number * (height + 4)
+def _run_table(results: list[dict]) -> list[str]:
+    lines = [
+        "| twin | seed | parameters of the transformer | train | heldout | val |",
+        "|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        means = " | ".join(f"{result['flow_loss'][split]['mean']:.4f}" for split in _SPLITS)
+        lines.append(
+            f"| {result['twin']} | {result['seed']} | {result['parameters']['transformer']:,} | {means} |"
+        )
+    return lines
+
+
+def _seed_table(results: list[dict]) -> list[str]:
+    """A row for each twin that was trained from several seeds; nothing if there is none."""
+    rows = []
+    for name, group in itertools.groupby(results, key=lambda r: r["twin"]):
+        runs = list(group)
+        if len(runs) == 1:
+            continue
+        cells = []
+        for split in _SPLITS:
+            means = [run["flow_loss"][split]["mean"] for run in runs]
+            cells.append(f"{sum(means) / len(means):.4f}, {max(means) - min(means):.4f}")
+        rows.append(f"| {name} | {len(runs)} | {' | '.join(cells)} |")
+    return ["| twin | seeds | train | heldout | val |", "|---|---|---|---|---|", *rows] if rows else []
+
+
+def _sheet(results: list[dict], source: Path, splits: Mapping[str, str]) -> Image.Image:
+    """One labelled row of pictures for each run, in the table's order, under the prompts."""
+    rows = []
+    for result in results:
+        with Image.open(source / f"{result['twin']}-{result['seed']}.png") as row:
+            rows.append(row.convert("RGB"))
+    width, height = max(row.width for row in rows), max(row.height for row in rows)
+    sheet = Image.new("RGB", (_LABEL + width, _HEADER + len(rows) * (height + _GAP)), "white")
+    draw = ImageDraw.Draw(sheet)
+    label, small = ImageFont.load_default(13), ImageFont.load_default(10)
+    prompts = results[0]["prompts"]
+    for column, prompt in enumerate(prompts):
+        left = _LABEL + column * width / len(prompts)
+        draw.text((left + 2, 2), splits.get(prompt, ""), fill="gray", font=small)
+        draw.multiline_text((left + 2, 16), textwrap.fill(prompt, 12), fill="black", font=small, spacing=1)
+    for number, (result, row) in enumerate(zip(results, rows, strict=True)):
+        top = _HEADER + number * (height + _GAP)
         sheet.paste(row, (_LABEL, top))
-        draw.text((4, top + height // 2 - 8), f"{result['twin']}  {result['seed']}", fill="black", font=font)
+        draw.text((4, top + height // 2 - 8), f"{result['twin']}  {result['seed']}", fill="black", font=label)
     return sheet

@@ -103,8 +103,8 @@ def test_twins_train_measure_and_report(recipe_file, tmp_path, monkeypatch):
     assert twins.main() == 0
     merged = json.loads((report / "twins_emoji.json").read_text())
     assert [r["twin"] for r in merged["runs"]] == ["softmax", "mhla+cpe+gate"]
-    assert merged["common_settings"]["run.steps"] == 2
-    assert "model.transformer.mhla_gate" in merged["runs"][1]["own_settings"]
+    assert merged["common"]["settings.run.steps"] == 2 and len(merged["common"]["data.sha256"]) == 64
+    assert merged["runs"][1]["settings.model.transformer.mhla_gate"] is True
     assert "| softmax | 0 |" in (report / "twins_emoji.md").read_text()
     assert (report / "twins_emoji.png").is_file()
 
