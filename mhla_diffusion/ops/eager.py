@@ -134,14 +134,37 @@ def rotate(phi: torch.Tensor, rope, part: Partition) -> torch.Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
+class _Summaries(torch.autograd.Function):
+    """S = phi^T v. Its own backward pass, because autograd's would give phi a transposed gradient, and every step from
+    there on would read memory across its rows."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(phi: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return phi.transpose(-1, -2) @ value
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        phi, value = ctx.saved_tensors
+        return value @ grad.transpose(-1, -2), phi @ grad
+
+
 def summarise(turned: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`(B, H, M, D * Dv)`: each block's summary S = sum phi v^T."""
-    return (turned.transpose(-1, -2) @ value).flatten(-2)
+    learning = _recorded(turned, value) and not torch.compiler.is_compiling()
+    summary = _Summaries.apply(turned, value) if learning else turned.transpose(-1, -2) @ value
+    return summary.flatten(-2)
 
 
 def mix_states(mixing: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """Summaries or masses mixed: (Mq, Mk) or (H, Mq, Mk) times (B, H, Mk, K)."""
-    return torch.matmul(mixing, state)
+    # Expanded by hand: torch.matmul would fold a state that takes gradients into one matrix, which copies it.
+    return mixing.expand(*state.shape[:2], *mixing.shape[-2:]) @ state
 
 
 def read_out(turned: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
@@ -166,16 +189,23 @@ def normalise(x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch
 
 
 def epilogue(out: torch.Tensor, norm_weight, norm_eps: float, gate, gate_bias, local) -> torch.Tensor:
-    """Per-head RMSNorm, gate, local branch: in float32, before the one rounding to the model's dtype."""
+    """Per-head RMSNorm, gate, local branch: in float32, before the one rounding to the model's dtype.
+
+    `out` is the caller's to give away: without gradients it is written to.
+    """
+    free = not _recorded(out, *[x for x in (norm_weight, gate, local) if x is not None])
     if norm_weight is not None:
-        out = (
-            out * torch.rsqrt(out.square().mean(dim=-1, keepdim=True) + norm_eps) * norm_weight.to(out.dtype)
-        )
+        scale = torch.rsqrt(out.square().mean(dim=-1, keepdim=True) + norm_eps)
+        weight = norm_weight.to(out.dtype)
+        out = out.mul_(scale).mul_(weight) if free else out * scale * weight
     if gate is not None:
         gate = gate.to(out.dtype)
-        out = out * (gate if gate_bias is None else F.silu(gate + gate_bias))
+        if gate_bias is not None:
+            gate = F.silu(gate + gate_bias, inplace=free)
+        out = out.mul_(gate) if free else out * gate
     if local is not None:
-        out = out + local.to(out.dtype)
+        local = local.to(out.dtype)
+        out = out.add_(local) if free else out + local
     return out
 
 
@@ -240,7 +270,9 @@ def eager_core(
         mixing = mixing.to(dtype)
         if q.device.type != "cpu" or _recorded(q, k, v, mixing):
             out, denominator = _fractions(q, k, v, mixing, query, key, **options)
-            return from_blocks(out if denominator is None else out / denominator, query).to(out_dtype)
+            # The gradient of a product with the inverse takes fewer passes than that of a quotient.
+            out = out if denominator is None else out * denominator.reciprocal()
+            return from_blocks(out, query).to(out_dtype)
         whole = torch.empty(*q.shape[:3], v.shape[-1], dtype=out_dtype)
         for items, heads in _pieces(q, v):
             part = [x[items, :, heads] for x in (q, k, v)]
