@@ -20,7 +20,7 @@ from .dual_tiles import (
     turned_features,
     weigh,
 )
-from .tiles import dot, load_part, operand, spare, spare_channel, store_part
+from .tiles import dot, load_part, operand, store_part
 
 __all__ = ["dual_forward_kernel", "dual_key_kernel", "dual_query_kernel"]
 
@@ -65,8 +65,6 @@ def dual_forward_kernel(
         q1 = turned_features(q1, rope_ptr, token, real, feature_eps, BD, D, BM, TD, ROPE, DOT)
     if TV:
         out1 = tl.zeros((BM, TV), dtype=tl.float32)
-    # A spare value channel of ones sums the scores for nothing; padded keys have score 0.
-    COUNT: tl.constexpr = DIVIDE and TV > 0 and BV + TV > DV
     den = tl.zeros((BM,), dtype=tl.float32)
     for start in range(0, KM * KN, BN):
         key, key_real, _ = slot_tokens(
@@ -85,18 +83,13 @@ def dual_forward_kernel(
             k1 = turned_features(k1, key_rope_ptr, key, key_real, feature_eps, BD, D, BN, TD, ROPE, DOT)
             score = dot(q1, tl.trans(k1), score, DOT)
         score = weigh(score, weight, BM, BN, RUN)
-        if DIVIDE and not COUNT:
+        if DIVIDE:
             den += tl.sum(score, axis=1)
         score = operand(score, DOT)
         out0 = dot(score, v0, out0, DOT)
         if TV:
-            v1 = load_part(v_ptr, v_stride_n, key, key_real, BV, DV, TV)
-            if COUNT:
-                v1 = tl.where(spare_channel(DV, BV, TV)[None, :], 1.0, v1).to(v_ptr.dtype.element_ty)
-            out1 = dot(score, v1, out1, DOT)
+            out1 = dot(score, load_part(v_ptr, v_stride_n, key, key_real, BV, DV, TV), out1, DOT)
     if DIVIDE:
-        if COUNT:
-            den = spare(out1, DV, BV, TV)
         den = tl.where(real, den + denominator_eps, 1.0)
         tl.store(den_ptr + line.to(tl.int64) * (QM * QN) + slot, den, mask=slot < QM * QN)
         out0 = out0 / den[:, None]

@@ -150,10 +150,10 @@ def pull_back_kernel(
                     dphi1 = dot(y1, tl.trans(s11), dphi1, DOT)
         else:
             for channel in range(0, DV, BV):
-                column = channel + tl.arange(0, BV)
+                value = channel + tl.arange(0, BV)
                 y0 = tl.load(
-                    y_ptr + token[:, None] * y_stride_n + column[None, :],
-                    mask=real[:, None] & (column < DV)[None, :],
+                    y_ptr + token[:, None] * y_stride_n + value[None, :],
+                    mask=real[:, None] & (value < DV)[None, :],
                     other=0.0,
                 )
                 dphi0 = dot(y0, tl.trans(load_state(state_ptr, 0, channel, D, DV, BD, BV)), dphi0, DOT)

@@ -2,19 +2,22 @@
 
 Operator calls run on CPU tensors, forward and backward; only the launch is replaced, by Triton's compilation ahead of
 time, so that signatures and specialisations are exactly those of a run on the GPU. Prints what does not compile or
-takes more shared memory than the GPU has, and exits with 1 then. `--all`, every dtype, head dim and option, takes many
-minutes.
+takes more shared memory than the GPU has, or whose machine code reads what it never wrote, and exits with 1 then.
+`--all`, every dtype, head dim and option, takes many minutes; `--dual`, every configuration of the dual form.
 """
 
 import argparse
 import itertools
 import os
 import sys
+from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 
 import torch
 import triton
+from machine_code import disassembled, undefined_reads
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -22,6 +25,8 @@ from mhla_diffusion.blocks import block_table
 from mhla_diffusion.ops import triton_launch
 from mhla_diffusion.ops.partition import grid_partition, table_partition
 from mhla_diffusion.ops.registration import triton_core
+from mhla_diffusion.ops.rotation import three_axes
+from mhla_diffusion.ops.triton_configs import dual_configs, override
 
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes that one program may take
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -68,6 +73,8 @@ class Compiler:
         self.compiled.add((self.arch, binary.hash))
         if binary.metadata.shared > SHARED[self.arch]:
             self.faults.add(f"{name}: {binary.metadata.shared} bytes of shared memory")
+        for line in undefined_reads(disassembled(binary.asm["cubin"])):
+            self.faults.add(f"{name}: undefined register in {line}")
 
 
 def attend(
@@ -83,6 +90,19 @@ def attend(
         q, k, v, torch.zeros(16, 16), part, part, rope=turns, key_rope=turns, normalizer=normalizer,
         out_dtype=FLOAT32 if fused else None, form=form,
     )  # fmt: skip
+    out.backward(torch.zeros_like(out))
+
+
+def attend_in_video(dtype, dim, normalizer) -> None:
+    """Wan's blocks, with the angles computed from the tokens' places, forward and backward."""
+    grid, heads = (21, 30, 52), 2
+    count = grid[0] * grid[1] * grid[2]
+    q, k, v = (torch.zeros(1, count, heads, dim, dtype=dtype, requires_grad=True) for _ in range(3))
+    part = grid_partition(grid, (3, 5, 10), count, q.device)
+    turns = (three_axes(torch.zeros(3, dim // 2)), None)
+    out = triton_core(
+        q, k, v, torch.zeros(150, 150), part, part, rope=turns, key_rope=turns, normalizer=normalizer
+    )
     out.backward(torch.zeros_like(out))
 
 
@@ -106,6 +126,8 @@ def a_few() -> None:
     attend(BFLOAT16, SHORT, 32, heads=8, fused=True)
     attend(BFLOAT16, LONG, 32, heads=8, fused=True)
     attend(BFLOAT16, LONG, 128, rope=True)
+    attend_in_video(BFLOAT16, 128, "none")
+    attend_in_video(BFLOAT16, 128, "paper")
     attend(FLOAT16, LONG, 64, normalizer="none", fused=True)
     attend(FLOAT32, LONG, 64, rope=True)
 
@@ -129,6 +151,25 @@ def every_option(dims: list[int]) -> None:
             attend(dtype, LONG, dim, value_dim, rope=True, fused=True)
 
 
+def every_dual_configuration(dims: list[int]) -> None:
+    """All that may be chosen or fallen back to, on grids of 16 and 64 tokens in a block, given as a grid or a table."""
+    names = ("dual_forward", "dual_query", "dual_key")
+    for dtype, dim, side in itertools.product((BFLOAT16, FLOAT16, FLOAT32), dims, (16, 32)):
+        count = side * side
+        bits = 16 if dtype == BFLOAT16 else 32
+        parts = [grid_partition((side, side), (4, 4), count, torch.device("cpu"))]
+        parts += [table_partition("table", block_table((side, side), (4, 4)), count, torch.device("cpu"))]
+        for part, normalizer in itertools.product(parts, ("paper", "none")):
+            for chosen in itertools.zip_longest(*(dual_configs(name, 9, bits) for name in names)):
+                q, k, v = (torch.zeros(1, count, 2, dim, dtype=dtype, requires_grad=True) for _ in range(3))
+                with override(**{name: one for name, one in zip(names, chosen, strict=True) if one}):
+                    out = triton_core(
+                        q, k, v, torch.zeros(16, 16), part, part, normalizer=normalizer, form="dual"
+                    )
+                    if part.layout is not None:
+                        out.backward(torch.zeros_like(out))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="+", default=[90], choices=sorted(SHARED))
@@ -136,12 +177,16 @@ def main() -> int:
     parser.add_argument(
         "--dims", type=int, nargs="+", default=[8, 12, 32, 64, 72, 128, 256], help="for --all"
     )
+    parser.add_argument("--dual", action="store_true", help="every configuration of the dual form")
     arguments = parser.parse_args()
     compiler = Compiler()
     triton_launch.launch = compiler.launch
     for arch in arguments.arch:
         compiler.aim(arch)
-        every_option(arguments.dims) if arguments.all else a_few()
+        if arguments.dual:
+            every_dual_configuration([dim for dim in arguments.dims if dim <= 128])
+        else:
+            every_option(arguments.dims) if arguments.all else a_few()
     print(
         f"Triton {triton.__version__}: {len(compiler.compiled)} kernels compile, {len(compiler.faults)} do not"
     )

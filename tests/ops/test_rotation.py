@@ -20,7 +20,8 @@ def frequencies(axes: int, dim: int) -> torch.Tensor:
 
 
 def tables(grid, turns, dtype=torch.float64):
-    places = torch.cartesian_prod(*(torch.arange(size, dtype=dtype) for size in grid)).view(-1, len(grid))
+    axes = (torch.arange(size, dtype=dtype, device=turns.device) for size in grid)
+    places = torch.cartesian_prod(*axes).view(-1, len(grid))
     angle = places @ turns.to(dtype)
     return angle.cos(), angle.sin()
 
@@ -44,9 +45,7 @@ def outcome(grid, dim, dtype, device, rope, **options):
 
 @torch.no_grad()
 def errors(got, want):
-    return max(
-        float((a.double().cpu() - b.cpu()).norm() / b.norm()) for a, b in zip(got, want, strict=True)
-    )
+    return max(float((a.double().cpu() - b.cpu()).norm() / b.norm()) for a, b in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager", "triton"])
