@@ -1,6 +1,6 @@
 """Whole transformers, converted beside stock: a forward pass or a training step, eager and compiled, in the same run.
 
-`mhla bench model --out results/image_models.json` writes the file after every row, and goes on where an earlier run
+`mhla bench model --out results/image_models.json` writes the file after every model, and goes on where an earlier run
 on the same device stopped. The floor is the converted model with its mixing replaced by q + k + v: the same
 projections, and nothing between them, so that the compiler cannot drop any of them.
 """
@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import diffusers
 import torch
-from diffusers import SanaTransformer2DModel
 from diffusers.models.attention_processor import Attention
 
 from ..mixing import clip_mixings, learnable_mixings
 from ..models.convert import convert
+from ..models.dit_presets import dit_config
 from ..models.sana_presets import sana_config
 from .profile_model import profile_step
 from .timing import about
@@ -81,14 +82,11 @@ TINY_SANA = {
 def stock_model(case: Case, device: torch.device, tiny: bool) -> torch.nn.Module:
     """The stock transformer with weights of one size everywhere: a fresh DiT would multiply zeros."""
     if case.family == "sana":
-        cls, config = SanaTransformer2DModel, sana_config(case.model, case.size)
+        cls, config = diffusers.SanaTransformer2DModel, sana_config(case.model, case.size)
         config |= TINY | TINY_SANA if tiny else {}
     else:
-        from diffusers import DiTTransformer2DModel
-
-        from ..models.dit_presets import dit_config
-
-        cls, config = DiTTransformer2DModel, dit_config(case.model, case.size) | (TINY if tiny else {})
+        cls, config = diffusers.DiTTransformer2DModel, dit_config(case.model, case.size)
+        config |= TINY if tiny else {}
     with device:
         model = cls(**config)
     with torch.no_grad():
@@ -212,15 +210,17 @@ def released(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def steps(case: Case, device: torch.device, dtype: torch.dtype, compile_mode: str) -> Iterator[tuple]:
+def steps(
+    case: Case, variants: Sequence[str], device: torch.device, dtype: torch.dtype, compile_mode: str
+) -> Iterator[tuple]:
     """(variant, step) of each variant on the same weights; a step is freed before the next one is built."""
     tiny = device.type == "cpu"
     case = case._replace(batch=min(case.batch, 2)) if tiny else case
     stock = stock_model(case, device, tiny)
     if case.direction == "forward":
-        stock.to(dtype)
+        torch.nn.Module.to(stock, dtype)  # without the notice of ModelMixin.to about modules kept in float32
     inputs = model_inputs(case, stock.config, device, dtype)
-    for variant in VARIANTS:
+    for variant in variants:
         step = Step(variant_of(stock, variant, case.block_grid), case, inputs, dtype, compile_mode)
         yield variant, step
         del step
@@ -228,20 +228,26 @@ def steps(case: Case, device: torch.device, dtype: torch.dtype, compile_mode: st
         released(device)
 
 
-def measure(case: Case, device: torch.device, dtype: torch.dtype, compile_mode: str, seconds: float) -> dict:
-    times, peaks = {}, {}
-    for variant, step in steps(case, device, dtype, compile_mode):
-        times[variant] = step_milliseconds(step, device, seconds)
-        peaks[variant] = peak_gigabytes(step, device)
+PEAKS = {"stock": "stock_peak_gb", "ours": "peak_gb"}
+
+
+def new_row(case: Case) -> dict:
+    times = {f"{variant}_ms": None for variant in ("ours", "stock", "floor")}
+    return row_head(case) | times | {"peak_gb": None, "stock_peak_gb": None}
+
+
+def missing(row: dict) -> list[str]:
+    return [variant for variant in VARIANTS if row[f"{variant}_ms"] is None]
+
+
+def measure(case: Case, row: dict, write: Callable[[], None], seconds: float, **where) -> None:
+    """Fill in what the row lacks; `write` is called after each variant, since compiling one takes minutes."""
+    for variant, step in steps(case, missing(row), **where):
+        row[f"{variant}_ms"] = step_milliseconds(step, where["device"], seconds)
+        if variant in PEAKS:
+            row[PEAKS[variant]] = peak_gigabytes(step, where["device"])
+        write()
         del step
-    return {
-        **row_head(case),
-        "ours_ms": times["ours"],
-        "stock_ms": times["stock"],
-        "floor_ms": times["floor"],
-        "peak_gb": peaks["ours"],
-        "stock_peak_gb": peaks["stock"],
-    }
 
 
 def row_head(case: Case) -> dict:
@@ -271,23 +277,20 @@ def settings_of(device: torch.device, dtype: torch.dtype, compile_mode: str) -> 
         "dtype": str(dtype).removeprefix("torch."),
         "training": "AdamW, float32 weights, autocast to dtype, no gradient checkpointing",
         "compile": f"whole model, mode {compile_mode}",
-        "block_grids": {case.name: list(case.block_grid) for case in CASES},
+        "block_grids": {f"{case.title} {case.size}": list(case.block_grid) for case in CASES},
         "tiny": device.type == "cpu",
     }
 
 
 def kept_of(out: Path, start: dict) -> dict:
-    """The result of an earlier run with the same device, versions and settings, without its failures; or `start`."""
+    """`start`, with what an earlier run with the same device, versions and settings measured."""
     if not out.is_file():
         return start
     found = json.loads(out.read_text(encoding="utf-8"))
-    same = all(found.get(name) == start[name] for name in ("device", "versions", "settings"))
-    if not same:
+    if any(found.get(name) != start[name] for name in ("device", "versions", "settings")):
         raise ValueError(f"{out} holds rows of another device, version or setting: give another file")
-    return start | {
-        "rows": [row for row in found["rows"] if "error" not in row],
-        "profiles": [row for row in found["profiles"] if "error" not in row],
-    }
+    rows = [{name: value for name, value in row.items() if name != "error"} for row in found["rows"]]
+    return start | {"rows": rows, "profiles": [row for row in found["profiles"] if "error" not in row]}
 
 
 def chosen(texts: Sequence[str]) -> list[Case]:
@@ -331,38 +334,46 @@ def run(
         cases = [case for case in cases if case.mode == "eager" and case.direction == "forward"]
     end = time.monotonic() + 60 * minutes
     start = {**about(where), "settings": settings_of(where, dtype, compile_mode)}
+    start["versions"] = start["versions"] | {"diffusers": diffusers.__version__}
     result = kept_of(out, start | {"rows": [], "profiles": [], "left_out": []})
     out.parent.mkdir(parents=True, exist_ok=True)
+
+    def write() -> None:
+        out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+
     kind = "profiles" if profile else "rows"
-    done = {row["name"] for row in result[kind]}
-    for case in (case for case in cases if case.name not in done):
+    done = {row["name"]: row for row in result[kind]}
+    for case in cases:
+        row = done.get(case.name)
+        if row is not None and (profile or not missing(row)):
+            continue
         if time.monotonic() > end:
             result["left_out"].append(case.name)
             continue
+        if row is None:
+            row = row_head(case) if profile else new_row(case)
+            result[kind].append(row)
+        how = {"device": where, "dtype": dtype, "compile_mode": compile_mode}
         try:
             if profile:
-                found = profiled(case, where, dtype, seconds)
+                profiled(case, row, seconds, **how)
             else:
-                found = measure(case, where, dtype, compile_mode, seconds)
-                print(as_line(found, case.target), flush=True)
+                measure(case, row, write, seconds, **how)
         except Exception as error:  # a row that fails must not cost the others' measurements
-            found = {**row_head(case), "error": f"{type(error).__name__}: {error}"[:500]}
-            print(as_line(found, case.target), flush=True)
+            row["error"] = f"{type(error).__name__}: {error}"[:500]
+        if "error" in row or not profile:
+            print(as_line(row, case.target), flush=True)
         released(where)
-        result[kind].append(found)
-        out.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    out.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        write()
+    write()
     return result
 
 
-def profiled(case: Case, device: torch.device, dtype: torch.dtype, seconds: float) -> dict:
+def profiled(case: Case, row: dict, seconds: float, **where) -> None:
     """The eager forward pass of ours and of stock taken apart."""
-    found = row_head(case)
-    for variant, step in steps(case, device, dtype, "default"):
-        if variant != "floor":
-            found[variant] = profile_step(
-                step, step.model, device, wall_ms=step_milliseconds(step, device, seconds)
-            )
-            print(f"{case.name}, {variant}: {found[variant]['summary']}", flush=True)
+    device = where["device"]
+    for variant, step in steps(case, ("stock", "ours"), **where):
+        wall_ms = step_milliseconds(step, device, seconds)
+        row[variant] = profile_step(step, step.model, device, wall_ms=wall_ms)
+        print(f"{case.name}, {variant}: {row[variant]['summary']}", flush=True)
         del step
-    return found

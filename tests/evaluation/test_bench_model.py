@@ -66,14 +66,19 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch):
     assert both["rows"][0] == first[0] and [row["name"] for row in both["rows"]] == names
     assert both["left_out"] == []
 
-    def fails(*_):
+    def fails_at_the_floor(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(bench_model, "measure", fails)
-    third = "sana-0.6B-4096/forward/eager"
-    assert run(out, rows=[third], device="cpu")["rows"][2]["error"] == "RuntimeError: out of memory"
+    monkeypatch.setattr(bench_model, "floor_of", fails_at_the_floor)
+    third = "dit-XL/2-512/train/eager"
+    (row,) = [
+        row for row in run(out, rows=[third], device="cpu", seconds=0.01)["rows"] if row["name"] == third
+    ]
+    assert row["error"] == "RuntimeError: out of memory" and row["floor_ms"] is None
     monkeypatch.undo()
-    assert "error" not in run(out, rows=[third], device="cpu", seconds=0.01)["rows"][2]
+    again = run(out, rows=[third], device="cpu", seconds=0.01)["rows"][2]
+    assert "error" not in again and again["floor_ms"] > 0
+    assert again["ours_ms"] == row["ours_ms"] and again["stock_ms"] == row["stock_ms"]
     out.write_text(json.dumps(both | {"device": "another"}))
     with pytest.raises(ValueError, match="another device, version or setting"):
         run(out, rows=names, device="cpu")
