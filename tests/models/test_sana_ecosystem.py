@@ -138,6 +138,17 @@ def test_fused_projections_give_the_same_and_are_not_saved(options, tmp_path):
     assert ours.state_dict().keys() == keys and relative(run(ours), expected) < 1e-6
 
 
+def test_a_softmax_backend_reaches_the_softmax_layers():
+    ours = model()
+    expected = run(ours)
+    ours.set_attention_backend("_native_math")
+    backends = [
+        getattr(block.attn1.processor, "_attention_backend", None) for block in ours.transformer_blocks
+    ]
+    assert backends[:2] == [None, None] and backends[2] == "_native_math"
+    assert relative(run(ours), expected) < 1e-5
+
+
 def test_projections_with_a_lora_are_not_fused():
     ours = model()
     ours.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
