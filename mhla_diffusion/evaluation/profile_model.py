@@ -89,21 +89,26 @@ def profile_step(
             if cuda:
                 torch.cuda.synchronize(device)
     kernels, device_us, host_us, operators = Counter(), Counter(), Counter(), Counter()
+    all_kernels, all_device_us = 0, 0.0
     for event in trace.events():
         if event.device_type != torch.autograd.DeviceType.CPU:
+            if not event.name.startswith(MARK):  # a part's range stands among the device's events as well
+                all_kernels += 1
+                all_device_us += event.time_range.elapsed_us()
             continue
         part = part_of(event)
         host_us[part] += event.self_cpu_time_total
         operators[part] += event.name.startswith(("aten::", "mhla"))
         for kernel in event.kernels:
-            kernels[part] += 1
-            device_us[part] += kernel.duration
-    device_ms = sum(device_us.values()) / 1e3 / STEPS if cuda else None
+            if not kernel.name.startswith(MARK):
+                kernels[part] += 1
+                device_us[part] += kernel.duration
+    device_ms = all_device_us / 1e3 / STEPS if cuda else None
     waiting = max(0.0, 1.0 - device_ms / wall_ms) if cuda else None
     found = {
         "wall_ms": wall_ms,
         "host_ms": host_ms,
-        "kernels": sum(kernels.values()) / STEPS if cuda else None,
+        "kernels": all_kernels / STEPS if cuda else None,
         "device_ms": device_ms,
         "launch_bound_share": waiting,
         "operators": sum(operators.values()) / STEPS,
