@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -41,8 +40,7 @@ def _positive_ints(name: str, values: Sequence[int]) -> tuple[int, ...]:
     sequence = (values,) if isinstance(values, int) else tuple(values)
     if not sequence or not all([isinstance(v, int) and not isinstance(v, bool) and v >= 1 for v in sequence]):
         raise ValueError(f"{name}={values!r}: give one positive integer for each axis, e.g. {name}=(16, 16)")
-    # Under torch.compile a size may be symbolic; index() makes it a constant, which the table is built from.
-    return tuple([operator.index(v) for v in sequence])
+    return sequence
 
 
 def effective_block_grid(grid: Sequence[int], block_grid: Sequence[int]) -> tuple[int, ...]:
@@ -57,7 +55,9 @@ def effective_block_grid(grid: Sequence[int], block_grid: Sequence[int]) -> tupl
             f"grid {grid} has {len(grid)} axes but block_grid {block_grid} has {len(block_grid)}: "
             f"give one block count for each of the {len(grid)} axes"
         )
-    return tuple(min(tokens, blocks) for tokens, blocks in zip(grid, block_grid, strict=True))
+    # Not min(): of a symbolic size under torch.compile it would be symbolic as well, where blocks are known.
+    pairs = zip(grid, block_grid, strict=True)
+    return tuple([blocks if blocks <= tokens else tokens for tokens, blocks in pairs])
 
 
 def block_table(grid: Sequence[int], block_grid: Sequence[int], device=None) -> torch.Tensor:
@@ -74,33 +74,36 @@ def block_table(grid: Sequence[int], block_grid: Sequence[int], device=None) -> 
     """
     grid = _positive_ints("grid", grid)
     blocks = effective_block_grid(grid, block_grid)
-    return _shared_table(grid, blocks, str(torch.device("cpu" if device is None else device)))
-
-
-@torch.compiler.assume_constant_result  # compiled code holds the finished table instead of building it on each call
-def _shared_table(grid: tuple[int, ...], blocks: tuple[int, ...], device: str) -> torch.Tensor:
-    return _cached_table(grid, blocks, device)
+    device = torch.device("cpu" if device is None else device)
+    if torch.compiler.is_compiling():  # sizes may be symbolic there: one graph builds the table of any grid
+        return _new_table(grid, blocks, device)
+    return _cached_table(grid, blocks, str(device))
 
 
 @functools.lru_cache(maxsize=512)
 def _cached_table(grid: tuple[int, ...], blocks: tuple[int, ...], device: str) -> torch.Tensor:
     # A table built under inference mode could not be saved for a later backward pass.
     with torch.inference_mode(False):
-        ndim = len(grid)
-        ids = torch.zeros((1,) * (2 * ndim), dtype=torch.int64)
-        valid = torch.ones((1,) * (2 * ndim), dtype=torch.bool)
-        for axis, (length, count) in enumerate(zip(grid, blocks, strict=True)):
-            edges = torch.tensor(block_edges(length, count))
-            slots = torch.arange(int((edges[1:] - edges[:-1]).max()))
-            position = edges[:-1, None] + slots[None, :]  # (blocks, slots) on this axis
-            shape = [1] * (2 * ndim)
-            shape[axis], shape[ndim + axis] = position.shape
-            ids = ids * length + position.view(shape)
-            valid = valid & (position < edges[1:, None]).view(shape)
-        ids = torch.where(valid, ids, -1).reshape(math.prod(blocks), -1)
+        ids = _new_table(grid, blocks, torch.device("cpu"))
         # Padding goes to the end of each row, so that a kernel meets whole tiles of it.
         order = torch.argsort((ids < 0).to(torch.uint8), dim=1, stable=True)
         return ids.gather(1, order).contiguous().to(device)
+
+
+def _new_table(grid: tuple[int, ...], blocks: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The table with the padding of each axis where it falls."""
+    ndim = len(grid)
+    ids = torch.zeros((1,) * (2 * ndim), dtype=torch.int64, device=device)
+    valid = torch.ones((1,) * (2 * ndim), dtype=torch.bool, device=device)
+    for axis, (length, count) in enumerate(zip(grid, blocks, strict=True)):
+        edges = torch.arange(count + 1, device=device) * length // count  # as `block_edges`
+        slots = torch.arange(-(-length // count), device=device)
+        position = edges[:-1, None] + slots[None, :]  # (blocks, slots) on this axis
+        shape = [1] * (2 * ndim)
+        shape[axis], shape[ndim + axis] = position.shape
+        ids = ids * length + position.view(shape)
+        valid = valid & (position < edges[1:, None]).view(shape)
+    return torch.where(valid, ids, -1).reshape(math.prod(blocks), -1)
 
 
 def check_block_table(table: torch.Tensor, num_tokens: int) -> None:

@@ -201,7 +201,7 @@ def mhla_attention(
         raise ValueError(f"normalizer={normalizer!r}: choose one of {', '.join(NORMALIZERS)}")
     if denominator_eps is None:
         denominator_eps = 1e-6 if normalizer == "official" else 0.0
-    if not all(math.isfinite(eps) and eps >= 0 for eps in (feature_eps, denominator_eps)):
+    if not all([0 <= eps < math.inf for eps in (feature_eps, denominator_eps)]):
         raise ValueError(
             f"feature_eps={feature_eps}, denominator_eps={denominator_eps}: both must be finite and >= 0"
         )

@@ -73,7 +73,8 @@ def grid_partition(
         raise ValueError(
             f"grid {grid} holds {math.prod(grid)} tokens but q has {num_tokens}: give the token grid of this call"
         )
-    even = all([length % count == 0 for length, count in zip(grid, blocks, strict=True)])
+    # One condition, not one for each axis: under torch.compile every condition on a size makes kinds of graphs.
+    even = sum([length % count for length, count in zip(grid, blocks, strict=True)]) == 0
     size = math.prod([-(-length // count) for length, count in zip(grid, blocks, strict=True)])
     layout = None
     if len(grid) <= 3 and size <= LARGEST_BLOCK:

@@ -8,6 +8,7 @@ plain torch around the kernels: it serves weights trained with it, not speed.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -23,9 +24,17 @@ __all__ = ["mhla_backward", "mhla_dual", "mhla_dual_backward", "mhla_forward", "
 
 def _part_of(table: Tensor | None, layout: Sequence[int] | None, tokens: int, trusted: bool) -> Partition:
     if layout is not None:
-        return layout_partition(tuple([int(size) for size in layout]))
+        return layout_partition(tuple(layout))
     blocks, size = table.shape
     return Partition(table, blocks, size, tokens, None, None, table.numel() == tokens, trusted)
+
+
+def _sizes_of(table: Tensor | None, layout: Sequence[int] | None) -> tuple[int, int]:
+    """Number of blocks and tokens of the longest one, for fake kernels: there they may be symbolic."""
+    if layout is None:
+        return table.shape
+    sizes = [-(-length // count) for length, count in zip(layout[:3], layout[3:], strict=True)]
+    return math.prod(layout[3:]), math.prod(sizes)
 
 
 def _on_its_device(call):
@@ -89,8 +98,8 @@ def _(
     from .triton_configs import chunk_count
 
     batch, tokens, heads, dim = q.shape
-    key = _part_of(key_table, key_layout, k.shape[1], trusted)
-    rows = key.num_blocks * chunk_count(batch * heads * key.num_blocks, key.block_size)
+    blocks, block_size = _sizes_of(key_table, key_layout)
+    rows = blocks * chunk_count(batch * heads * blocks, block_size)
     size = dim * v.shape[-1] + (dim if divide else 0)
     out = q.new_empty(batch, tokens, heads, v.shape[-1], dtype=out_dtype)
     return out, q.new_empty(batch, heads, rows, size, dtype=state_dtype)
@@ -183,8 +192,8 @@ def _(
 ):  # fmt: skip
     batch, tokens, heads, _ = q.shape
     out = q.new_empty(batch, tokens, heads, v.shape[-1], dtype=out_dtype)
-    query = _part_of(query_table, query_layout, tokens, trusted)
-    slots = query.num_blocks * query.block_size if divide else 0
+    blocks, block_size = _sizes_of(query_table, query_layout)
+    slots = blocks * block_size if divide else 0
     return out, q.new_empty(batch, heads, slots, dtype=torch.float32)
 
 
