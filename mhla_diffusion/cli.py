@@ -289,6 +289,7 @@ def add_bench_model(parts) -> None:
     add("--seconds", type=float, default=2.0, help="how long each model is timed (default: %(default)s)")
     add("--compile-mode", default="default", choices=("default", "reduce-overhead", "max-autotune"),
         help="mode of torch.compile (default: %(default)s)")  # fmt: skip
+    add("--fuse-qkv", action="store_true", help="ours with fused projections in forward passes")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--out", default="outputs/image_models.json", metavar="FILE", help="JSON (default: %(default)s)")
 
@@ -307,6 +308,7 @@ def run_bench_model(args: argparse.Namespace) -> int:
         minutes=args.minutes,
         device=args.device,
         compile_mode=args.compile_mode,
+        fuse_qkv=args.fuse_qkv,
         profile=args.profile,
         seconds=args.seconds,
     )

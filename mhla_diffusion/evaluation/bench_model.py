@@ -132,10 +132,12 @@ def floor_of(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def variant_of(stock: torch.nn.Module, variant: str, block_grid: tuple[int, int]) -> torch.nn.Module:
+def variant_of(stock: torch.nn.Module, variant: str, case: Case, fuse_qkv: bool) -> torch.nn.Module:
     if variant == "stock":
         return stock
-    ours = convert(stock, block_grid=block_grid)
+    ours = convert(stock, block_grid=case.block_grid)
+    if fuse_qkv and case.direction == "forward":  # training would not reach the fused copies
+        ours.fuse_qkv_projections()
     return floor_of(ours) if variant == "floor" else ours
 
 
@@ -211,7 +213,12 @@ def released(device: torch.device) -> None:
 
 
 def steps(
-    case: Case, variants: Sequence[str], device: torch.device, dtype: torch.dtype, compile_mode: str
+    case: Case,
+    variants: Sequence[str],
+    device: torch.device,
+    dtype: torch.dtype,
+    compile_mode: str,
+    fuse_qkv: bool,
 ) -> Iterator[tuple]:
     """(variant, step) of each variant on the same weights; a step is freed before the next one is built."""
     tiny = device.type == "cpu"
@@ -221,7 +228,7 @@ def steps(
         torch.nn.Module.to(stock, dtype)  # without the notice of ModelMixin.to about modules kept in float32
     inputs = model_inputs(case, stock.config, device, dtype)
     for variant in variants:
-        step = Step(variant_of(stock, variant, case.block_grid), case, inputs, dtype, compile_mode)
+        step = Step(variant_of(stock, variant, case, fuse_qkv), case, inputs, dtype, compile_mode)
         yield variant, step
         del step
         stock.zero_grad(set_to_none=True)
@@ -272,11 +279,12 @@ def as_line(row: dict, target: float | None) -> str:
     return line
 
 
-def settings_of(device: torch.device, dtype: torch.dtype, compile_mode: str) -> dict:
+def settings_of(device: torch.device, dtype: torch.dtype, compile_mode: str, fuse_qkv: bool) -> dict:
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "training": "AdamW, float32 weights, autocast to dtype, no gradient checkpointing",
         "compile": f"whole model, mode {compile_mode}",
+        "ours": "fuse_qkv_projections() in forward passes" if fuse_qkv else "as converted",
         "block_grids": {f"{case.title} {case.size}": list(case.block_grid) for case in CASES},
         "tiny": device.type == "cpu",
     }
@@ -310,6 +318,7 @@ def run(
     minutes: float = 9.0,
     device: str = "auto",
     compile_mode: str = "default",
+    fuse_qkv: bool = False,
     profile: bool = False,
     seconds: float = 2.0,
 ) -> dict:
@@ -320,6 +329,7 @@ def run(
         minutes: no row begins after this time.
         device: "auto", "cuda", "cuda:N", or "cpu", which tries the program on tiny models.
         compile_mode: `mode` of `torch.compile`.
+        fuse_qkv: call `fuse_qkv_projections()` on ours (and the floor) before a forward pass.
         profile: in place of times, say where an eager forward pass spends its time (see `profile_step`).
         seconds: how long a variant is measured.
 
@@ -333,7 +343,7 @@ def run(
     if profile:
         cases = [case for case in cases if case.mode == "eager" and case.direction == "forward"]
     end = time.monotonic() + 60 * minutes
-    start = {**about(where), "settings": settings_of(where, dtype, compile_mode)}
+    start = {**about(where), "settings": settings_of(where, dtype, compile_mode, fuse_qkv)}
     start["versions"] = start["versions"] | {"diffusers": diffusers.__version__}
     result = kept_of(out, start | {"rows": [], "profiles": [], "left_out": []})
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -353,7 +363,7 @@ def run(
         if row is None:
             row = row_head(case) if profile else new_row(case)
             result[kind].append(row)
-        how = {"device": where, "dtype": dtype, "compile_mode": compile_mode}
+        how = {"device": where, "dtype": dtype, "compile_mode": compile_mode, "fuse_qkv": fuse_qkv}
         try:
             if profile:
                 profiled(case, row, seconds, **how)

@@ -43,6 +43,13 @@ def test_a_row_holds_ours_stock_and_the_floor(name, tmp_path, capsys, monkeypatc
     assert "ratio" in printed and ("target 0.9" in printed) == name.endswith("compiled")
 
 
+def test_ours_can_run_with_fused_projections(tmp_path):
+    fused = run(tmp_path / "m.json", rows=["1024/forward/eager"], device="cpu", seconds=0.01, fuse_qkv=True)
+    assert fused["settings"]["ours"].startswith("fuse_qkv_projections()") and "error" not in fused["rows"][0]
+    with pytest.raises(ValueError, match="another device, version or setting"):
+        run(tmp_path / "m.json", device="cpu")
+
+
 @torch.no_grad()
 def test_the_floor_has_every_projection_and_no_mixing():
     stock = stock_transformer()
