@@ -36,6 +36,7 @@ class AdapterMixin:
         Raises ValueError, and changes nothing, when a weight in `source` has no place in this model, when there is
         none for this model, or when new weights of another adapter are loaded already.
         """
+        self._check_unfused()
         if not isinstance(source, dict):
             names = (
                 "cache_dir",
@@ -72,6 +73,20 @@ class AdapterMixin:
             self._take_new_weights(own)
             name = kwargs.get("adapter_name")
             self._bringing_adapter = name or next(iter(set(getattr(self, "peft_config", {})) - known), None)
+
+    def add_adapter(self, adapter_config, adapter_name: str = "default") -> None:
+        """As in Diffusers; raises ValueError where projections are fused."""
+        self._check_unfused()
+        super().add_adapter(adapter_config, adapter_name)
+
+    def _check_unfused(self) -> None:
+        if any(
+            module.fused_projections for module in self.modules() if isinstance(module, GridSelfAttention)
+        ):
+            raise ValueError(
+                "the model computes with fused copies of its projections, which an adapter would not reach: "
+                "unfuse_qkv_projections() first; after fuse_lora() and unload_lora() they can be fused again"
+            )
 
     def _sorted_adapter(self, source: dict, dot: str) -> tuple[dict, dict]:
         """LoRA pairs with their prefix, and new weights without; ValueError when one of them has no place."""

@@ -152,6 +152,14 @@ def test_projections_with_a_lora_are_not_fused():
     ours.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
     with pytest.raises(ValueError, match="fuse_lora"):
         ours.fuse_qkv_projections()
+    fused = model()
+    fused.fuse_qkv_projections()
+    with pytest.raises(ValueError, match="unfuse_qkv_projections"):
+        fused.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    with pytest.raises(ValueError, match="unfuse_qkv_projections"):
+        fused.load_lora_adapter(
+            {"transformer_blocks.0.attn1.to_q.lora_A.weight": torch.ones(2, 16)}, prefix=None
+        )
 
 
 def test_the_whole_model_and_its_layers_compile_without_a_graph_break():
