@@ -27,6 +27,20 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture
+def poisoned_buffers(monkeypatch):
+    """Fill fresh buffers with NaN, integers with their largest value: what is left unwritten shows."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        buffer = empty(*args, **kwargs)
+        if buffer.is_floating_point():
+            return buffer.fill_(float("nan"))
+        return buffer if buffer.dtype == torch.bool else buffer.fill_(torch.iinfo(buffer.dtype).max)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
 @dataclass
 class Call:
     """Inputs of one call in the tested dtype; `options` go to `mhla_attention` unchanged."""

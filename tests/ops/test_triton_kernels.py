@@ -9,23 +9,15 @@ import torch
 
 from mhla_diffusion.ops.partition import Partition
 from mhla_diffusion.ops.registration import triton_core
+from mhla_diffusion.ops.triton_configs import Config, override
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 all_dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp16", "bf16"])
 half_dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 
 
-@pytest.fixture(autouse=True)
-def poisoned_buffers(monkeypatch):
-    """Fill fresh buffers with NaN: an element that a kernel leaves unwritten shows."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        buffer = empty(*args, **kwargs)
-        return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-
+# An element that a kernel leaves unwritten shows.
+pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
 TINY = [
     ((1,), (1,), "paper"),
@@ -201,3 +193,14 @@ def test_wans_default_size_on_the_gpu(make_call, dtype):
     for name, x in call.run("triton").items():
         error = (x.double() - expected[name].double()).norm() / expected[name].double().norm()
         assert error <= 1e-2, f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("normalizer", ["paper", "none"])
+@pytest.mark.parametrize("tokens", [40, 50, 64])
+def test_whole_tiles_and_a_shorter_one_in_float32(make_call, tokens, normalizer, rope):
+    """Blocks of 32 + 8, 32 + 18 and 32 + 32 tokens in tiles of 32: the first ends in a tile of 16."""
+    tiles = dict.fromkeys(("summarise", "read_out", "query_gradients", "key_gradients"), Config(32, 16, 4, 1))
+    call = make_call((tokens,), (1,), 8, batch=1, heads=1, normalizer=normalizer, rope=rope)
+    with override(**tiles):
+        call.check(call.run("triton", form="states"), 1e-5)
