@@ -14,8 +14,9 @@ import torch
 
 from ..ops.dispatch import dual_obstacle, form_costs
 from ..ops.partition import grid_partition
+from .first_call import first_call
 from .kernel_report import report
-from .operator_cases import CASES, FORM_CASES, SCALING, Case, Inputs, floors, shape_of, small
+from .operator_cases import CASES, EVEN, FORM_CASES, SCALING, Case, Inputs, floors, shape_of, small
 from .operator_peers import COMPILED, CUDNN, peer_names, time_peers
 from .operator_table import as_table, one_line
 from .timing import (
@@ -160,6 +161,7 @@ class _Run:
             "copy_bandwidth_gb_per_s": self.limits[0] / 1e9,
             "product_tflop_per_s": self.limits[1] / 1e12,
             "rows": [],
+            "first_call": [],
             "kernels": [],
             "forms": [],
             "left_out": [],
@@ -189,11 +191,12 @@ class _Run:
 def run(
     cases: Sequence[Case], forms: Sequence[Case], device: torch.device, out: Path, *, minutes: float = 8.0,
     repeats: int = 30, dtype: torch.dtype = torch.bfloat16, compiled: bool = True, reported: Sequence[Case] = (),
+    first: Sequence[Case] = (),
     note: str = "", stopping: bool = False,
 ) -> dict:  # fmt: skip
     """Measure what fits into the time, writing the file `out` after every row.
 
-    First all rows with the peers that compile nothing, then both forms, the steps alone, and last the compiled peers.
+    First all rows with the peers that compile nothing, then steps alone, first calls, both forms, compiled peers.
     stopping: a peer that was too slow or too large for one row is left out of the later ones, which have more tokens.
     """
     run = _Run(device, dtype, out, minutes, note)
@@ -221,6 +224,8 @@ def run(
             print(one_line(row), flush=True)
     for case in reported:
         run.step("kernels", case.name, lambda case=case: report(case, device, dtype, repeats))
+    for case in first:
+        run.step("first_call", case.name, lambda case=case: [first_call(case, device)])
     for case in forms:
         found = run.step("forms", case.name, lambda case=case: [compare_forms(case, device, dtype, repeats)])
         print(*[json.dumps(row) for row in found], sep="\n", flush=True)
@@ -253,14 +258,15 @@ def bench(
         )
     compared = [] if quick or scaling or rows or not forms else FORM_CASES
     reported = [case for i, case in enumerate(CASES) if i in REPORTED and case in wanted]
+    first = [] if quick else [case for case in wanted if case.name == EVEN]
     note = ""
     if chosen.type == "cpu":
-        wanted, compared, reported, note = [small(case) for case in wanted], [], [], TRY
+        wanted, compared, reported, first, note = [small(case) for case in wanted], [], [], [], TRY
         print(TRY, flush=True)
     return run(
         wanted, compared, chosen, out, minutes=minutes, repeats=min(repeats, 10) if quick else repeats,
         dtype=torch.bfloat16 if chosen.type == "cuda" else torch.float32, compiled=not quick, reported=reported,
-        note=note, stopping=scaling,
+        first=first, note=note, stopping=scaling,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from ..mixing import initial_mixing
 from ..ops import mhla_attention
 from ..ops.rotation import GridRope
 
-__all__ = ["CASES", "FORM_CASES", "SCALING", "Case", "Inputs", "floors", "shape_of", "small"]
+__all__ = ["CASES", "EVEN", "FORM_CASES", "SCALING", "Case", "Inputs", "floors", "shape_of", "small"]
 
 
 class Case(NamedTuple):

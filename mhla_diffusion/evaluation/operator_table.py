@@ -120,11 +120,19 @@ def as_table(result: dict) -> str:
         lines += ["", *_measured(rows), "", "peers, in ms (and how many times ours)", *_peers(rows)]
     reasons = {name: reason for row in rows for name, reason in row["peers_not_run"].items()}
     lines += [f"{name}: {reason}" for name, reason in reasons.items()]
+    for row in (row for row in result["first_call"] if "error" not in row):
+        lines += ["", f"first call with an empty cache, {row['name']}: {row['forward_s']:.1f} s forward, then "
+                      f"{row['forward_backward_s']:.1f} s forward and backward"]  # fmt: skip
     if result["kernels"]:
-        lines += ["", "kernels, each alone", *_kernels(result["kernels"])]
+        lines += [
+            "",
+            "kernels, each alone",
+            *_kernels([row for row in result["kernels"] if "error" not in row]),
+        ]
     if forms := [row for row in result["forms"] if "error" not in row]:
         lines += ["", "both forms, in ms; regret of the chosen form's forward pass", *_forms(forms)]
-    lines += [one_line(row) for row in (*result["rows"], *result["forms"]) if "error" in row]
+    parts = ("rows", "first_call", "kernels", "forms")
+    lines += [one_line(row) for part in parts for row in result[part] if "error" in row]
     if result["left_out"]:
         lines.append(f"left out for want of time: {', '.join(result['left_out'])}")
     return "\n".join(lines)

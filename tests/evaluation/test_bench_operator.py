@@ -68,6 +68,15 @@ def test_every_launch_of_a_step_is_reported(out):
     assert all(row["ms"] > 0 and row["gb_per_s"] > 0 and row["tflop_per_s"] > 0 for row in rows)
 
 
+def test_the_first_call_is_timed_in_a_process_of_its_own(out, capsys):
+    case = small(CASES[-1])
+    (row,) = try_out([], [], out, first=[case])["first_call"]
+    assert row["name"] == case.name and row["forward_s"] > 0 and row["forward_backward_s"] > 0
+    assert "first call with an empty cache" in capsys.readouterr().out
+    (row,) = try_out([], [], out, first=[TINY])["first_call"]
+    assert "StopIteration" in row["error"]
+
+
 def test_a_failing_shape_costs_only_itself_and_time_is_kept(out):
     broken = TINY._replace(name="broken", normalizer="sum")
     result = try_out([broken, TINY], [], out)
