@@ -167,7 +167,10 @@ def with_adapter() -> SanaTransformer2DModel:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: torch.nn.Linear(2, 2), "takes one of SanaTransformer2DModel, DiTTransformer2DModel, got a Linear"),
+        (
+            lambda: torch.nn.Linear(2, 2),
+            "takes one of SanaTransformer2DModel, DiTTransformer2DModel, got a Linear",
+        ),
         (lambda: stock_pipeline().vae, "got a AutoencoderDC"),
         (stock_pipeline, r"pipe\.transformer = convert\(pipe\.transformer\)"),
         (lambda: torch.compile(stock_transformer()), "convert first, then torch.compile"),
