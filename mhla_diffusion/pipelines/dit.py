@@ -3,12 +3,14 @@
 import difflib
 import inspect
 import numbers
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from diffusers import (
+    AutoencoderDC,
     AutoencoderKL,
     DDIMScheduler,
     DDPMScheduler,
@@ -35,6 +37,7 @@ from .checks import (
     check_number,
 )
 
+WHOLE_NUMBER = re.compile(r"-?\d{1,18}")
 # The diffusion that DiT was trained with (arXiv 2212.09748, Sec. 4).
 DIT_DIFFUSION = {
     "num_train_timesteps": 1000,
@@ -84,7 +87,7 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
     def __init__(
         self,
         transformer: DiTTransformer2DModel | MHLADiTTransformer2DModel,
-        vae: AutoencoderKL,
+        vae: AutoencoderKL | AutoencoderDC,
         scheduler: KarrasDiffusionSchedulers,
         id2label: dict[int, str] | None = None,
         guidance_channels: int | None = None,
@@ -120,7 +123,10 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
     @property
     def vae_scale_factor(self) -> int:
         """Pixels per latent on each axis."""
-        return 2 ** (len(self.vae.config.block_out_channels) - 1)
+        config = self.vae.config
+        # The first is AutoencoderDC's.
+        stages = config.get("encoder_block_out_channels") or config.block_out_channels
+        return 2 ** (len(stages) - 1)
 
     @property
     def size_multiple(self) -> int:
@@ -177,6 +183,13 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
                 f"({self.num_classes}, the null class, draws without a class)"
             )
         return int(label)
+
+    def typed_labels(self, texts: Sequence[str]) -> list[int]:
+        """Class numbers of labels as people type them: names, or numbers in digits where no class has that name."""
+        return [
+            self.class_id(int(text) if text not in self.labels and WHOLE_NUMBER.fullmatch(text) else text)
+            for text in texts
+        ]
 
     def class_ids(self, class_labels: int | str | Sequence | torch.Tensor) -> list[int]:
         """Class numbers of what the caller gave: numbers and names, one or several, also mixed.

@@ -13,7 +13,8 @@ from torch import nn
 
 from mhla_diffusion.loading import no_library_bars
 
-from .config import ModelConfig, Recipe
+from .config import ConvertConfig, ModelConfig, Recipe
+from .parameters import LORA
 from .randomness import derived_seed
 from .recipe import check_model_table, constructor_fields
 
@@ -95,15 +96,19 @@ def fresh_text_encoder(model: ModelConfig, vocabulary: int) -> nn.Module:
 
 @dataclass
 class Components:
-    """What a run trains and what it needs around it. `vae` is loaded when first used."""
+    """What a run trains and what it needs around it. `vae` is loaded when first used.
+
+    A DiT has neither tokenizer nor text encoder, but `class_numbers`: the number of each of the data's classes.
+    """
 
     pipeline_class: type
     base: Path
-    tokenizer: object
+    tokenizer: object | None
     scheduler: object
     transformer: nn.Module
-    text_encoder: nn.Module
+    text_encoder: nn.Module | None
     defaults: dict = field(default_factory=dict)
+    class_numbers: dict[str, int] | None = None
     _vae: nn.Module | None = None
 
     @property
@@ -136,9 +141,9 @@ class Components:
 
     def pipeline(self, transformer: nn.Module | None = None, text_encoder: nn.Module | None = None):
         """A pipeline object around these parts, or around the given stand-ins."""
+        text = {"tokenizer": self.tokenizer, "text_encoder": text_encoder or self.text_encoder}
         return self.pipeline_class(
-            tokenizer=self.tokenizer,
-            text_encoder=text_encoder or self.text_encoder,
+            **(text if self.class_numbers is None else {}),
             vae=self.vae,
             transformer=transformer or self.transformer,
             scheduler=copy.deepcopy(self.scheduler),
@@ -146,18 +151,74 @@ class Components:
         )
 
 
-def _pipeline_class_and_defaults(base: Path, recipe: Recipe) -> tuple[type, dict]:
+def has_classes(model: ModelConfig, base: Path) -> bool:
+    """Whether the recipe's transformer is a DiT, which is told classes and not captions."""
+    if model.transformer is not None:
+        return "DiT" in model.transformer_class
+    config = base / "transformer" / "config.json"
+    return config.is_file() and "DiT" in json.loads(config.read_text()).get("_class_name", "")
+
+
+def _pipeline_class_and_defaults(base: Path, recipe: Recipe, by_class: bool) -> tuple[type, dict]:
     """The class named by model_index.json (ours when there is none), and the values it stores besides components."""
     model, length = recipe.model, recipe.data.max_sequence_length
     index = base / "model_index.json"
     facts = json.loads(index.read_text()) if index.is_file() else {}
-    cls = diffusers_class(facts.get("_class_name", "MHLASanaPipeline"))
+    # Any number of classes is only drawn by our pipeline for DiT.
+    name = "MHLADiTPipeline" if by_class else facts.get("_class_name", "MHLASanaPipeline")
+    cls = diffusers_class(name)
     allowed = inspect.signature(cls.__init__).parameters.keys() - {"self"}
     parts = {"tokenizer", "text_encoder", "vae", "transformer", "scheduler"}
     check_model_table(model.defaults, allowed - parts, "model.defaults")
+    if by_class and "DiT" not in facts.get("_class_name", ""):
+        facts = {}  # values of another kind of pipeline
     stored = {k: v for k, v in facts.items() if k in allowed - parts and not k.startswith("_")}
     trained = {"max_sequence_length": length} if length and "max_sequence_length" in allowed else {}
     return cls, {**stored, **model.defaults, **trained}
+
+
+def _converted(transformer: nn.Module, options: ConvertConfig) -> nn.Module:
+    from mhla_diffusion import convert
+    from mhla_diffusion.models.convert import restore
+
+    if transformer.config.get("mhla_layers", None) == []:  # ours, with stock's attention in every layer
+        transformer = restore(transformer)
+    if "mhla_layers" in transformer.config:
+        raise ValueError(
+            f"recipe: [model.convert], but the transformer of the base is an {type(transformer).__name__} already; "
+            "take that section out, and change its blocks with `mhla convert BASE OUT --block-grid ROWS,COLUMNS`"
+        )
+    layers = "all" if options.layers is None else options.layers
+    return convert(
+        transformer,
+        block_grid=options.block_grid,
+        layers=layers,
+        gate=options.gate,
+        local_conv=options.local_conv,
+    )
+
+
+def loss_kind(recipe: Recipe, by_class: bool) -> str:
+    """What `loss.kind` means for this model, "flow" or "diffusion"; ValueError for a diffusion loss of SANA."""
+    kind = recipe.loss.kind
+    if kind == "diffusion" and not by_class:
+        raise ValueError(
+            'recipe: loss.kind = "diffusion" trains a DiT; SANA learns flow matching: write "flow" or "auto"'
+        )
+    return kind if kind != "auto" else "diffusion" if by_class else "flow"
+
+
+def _check_class_recipe(recipe: Recipe) -> None:
+    """ValueError for what a DiT has no use for, or a transformer that is told captions."""
+    model = recipe.model
+    if model.train_text_encoder or model.text_encoder is not None:
+        raise ValueError(
+            "recipe: a DiT has no text encoder; take out [model.text_encoder] and model.train_text_encoder"
+        )
+    if model.new_classes and model.transformer is not None:
+        raise ValueError(
+            "recipe: a fresh [model.transformer] has the data's classes anyway; take out model.new_classes"
+        )
 
 
 def build_components(recipe: Recipe) -> Components:
@@ -174,40 +235,22 @@ def build_components(recipe: Recipe) -> Components:
             f"recipe: run.init_from = {str(source)!r} has no transformer/; give a pipeline folder, or the "
             "continue/ folder of an earlier run"
         )
-    cls, defaults = _pipeline_class_and_defaults(base, recipe)
-    tokenizer = _load(base, "tokenizer")
+    by_class = has_classes(model, base)
+    kind = loss_kind(recipe, by_class)
+    cls, defaults = _pipeline_class_and_defaults(base, recipe, by_class)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derived_seed(recipe.run.seed, "weights"))
-        if model.transformer is not None:
-            transformer = fresh_transformer(model)
+        if by_class:
+            parts = _class_components(recipe, base, kind, cls, defaults)
         else:
-            transformer = _load(base, "transformer", "; to train a new one, write [model.transformer]")
-        if model.convert is not None:
-            from mhla_diffusion import convert
-
-            options = model.convert
-            layers = "all" if options.layers is None else options.layers
-            transformer = convert(
-                transformer,
-                block_grid=options.block_grid,
-                layers=layers,
-                gate=options.gate,
-                local_conv=options.local_conv,
-            )
-        if model.text_encoder is not None:
-            text_encoder = fresh_text_encoder(model, len(tokenizer))
-        else:
-            text_encoder = _load(base, "text_encoder", "; to train a new one, write [model.text_encoder]")
+            parts = _text_components(recipe, base, cls, defaults)
     if source is not None:
-        _take_weights(transformer, source / "transformer")
-        if (source / "text_encoder").is_dir():
-            _take_weights(text_encoder, source / "text_encoder")
-        elif model.text_encoder is not None and not model.train_text_encoder:
-            raise ValueError(
-                f"recipe: run.init_from = {str(source)!r} has no text_encoder/ and [model.text_encoder] is "
-                "fresh and not trained; write model.train_text_encoder = true"
-            )
-    if model.train == "lora":
+        _take_run(parts, recipe, source)
+    if by_class:
+        from .class_models import prepare_for_training
+
+        prepare_for_training(parts.transformer)
+    if model.train in LORA:
         from peft import LoraConfig as PeftConfig
 
         settings = PeftConfig(
@@ -215,14 +258,72 @@ def build_components(recipe: Recipe) -> Components:
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derived_seed(recipe.run.seed, "adapters"))
-            transformer.add_adapter(settings)
-    parts = Components(cls, base, tokenizer, _load(base, "scheduler"), transformer, text_encoder, defaults)
+            parts.transformer.add_adapter(settings)
     if model.train_text_encoder and parts.instruction:
         raise ValueError(
             f"recipe: {base} puts an instruction before every prompt, which is supported with a frozen text encoder "
             "only; write model.train_text_encoder = false"
         )
     return parts
+
+
+def _loaded_transformer(base: Path) -> nn.Module:
+    return _load(base, "transformer", "; to train a new one, write [model.transformer]")
+
+
+def _text_components(recipe: Recipe, base: Path, cls: type, defaults: dict) -> Components:
+    model = recipe.model
+    tokenizer = _load(base, "tokenizer")
+    if model.transformer is not None:
+        transformer = fresh_transformer(model)
+    else:
+        transformer = _loaded_transformer(base)
+    if model.new_classes:
+        raise ValueError("recipe: model.new_classes is for DiT, which is told classes; take it out")
+    if model.convert is not None:
+        transformer = _converted(transformer, model.convert)
+    if model.text_encoder is not None:
+        text_encoder = fresh_text_encoder(model, len(tokenizer))
+    else:
+        text_encoder = _load(base, "text_encoder", "; to train a new one, write [model.text_encoder]")
+    return Components(cls, base, tokenizer, _load(base, "scheduler"), transformer, text_encoder, defaults)
+
+
+def _class_components(recipe: Recipe, base: Path, kind: str, cls: type, defaults: dict) -> Components:
+    from .class_models import fresh_classes, fresh_dit, held_in_ours, known_classes, scheduler_for
+
+    model, fresh = recipe.model, recipe.model.transformer is not None
+    _check_class_recipe(recipe)
+    there = (base / "scheduler" / "scheduler_config.json").is_file()
+    scheduler = scheduler_for(kind, _load(base, "scheduler") if there else None, fresh)
+    if fresh:
+        transformer_class = diffusers_class(model.transformer_class)
+        check_model_table(model.transformer, constructor_fields(transformer_class), "model.transformer")
+        classes = fresh_classes(recipe)
+        transformer = fresh_dit(transformer_class, model.transformer, classes)
+    else:
+        transformer = _loaded_transformer(base)
+        classes = known_classes(transformer, recipe, defaults.get("id2label"))
+        if model.convert is not None:
+            transformer = _converted(transformer, model.convert)
+        transformer = held_in_ours(transformer)
+    defaults = {**defaults, "id2label": classes.id2label}
+    return Components(cls, base, None, scheduler, transformer, None, defaults, classes.numbers)
+
+
+def _take_run(parts: Components, recipe: Recipe, source: Path) -> None:
+    """The weights of an earlier run, or of a pipeline with the same models."""
+    model = recipe.model
+    _take_weights(parts.transformer, source / "transformer")
+    if parts.text_encoder is None:
+        return
+    if (source / "text_encoder").is_dir():
+        _take_weights(parts.text_encoder, source / "text_encoder")
+    elif model.text_encoder is not None and not model.train_text_encoder:
+        raise ValueError(
+            f"recipe: run.init_from = {str(source)!r} has no text_encoder/ and [model.text_encoder] is "
+            "fresh and not trained; write model.train_text_encoder = true"
+        )
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -246,6 +347,6 @@ def _take_weights(module: nn.Module, folder: Path) -> None:
     if wrong:
         raise ValueError(
             f"recipe: the weights in {folder} do not fit the model of this recipe; {len(wrong)} tensors "
-            f"differ, first {wrong[0]}"
+            f"differ, first {wrong[0]} (a model that is to be converted is a model.base with [model.convert])"
         )
     module.load_state_dict(weights)

@@ -55,7 +55,7 @@ class RunConfig:
 
 @dataclass
 class LoraConfig:
-    """[model.lora]: used by train = "lora"."""
+    """[model.lora]: used by train = "lora+mixing"."""
 
     rank: int = setting(8, "rank of the adapters")
     alpha: float = setting(8.0, "scale numerator: the update is weighted by alpha / rank")
@@ -81,21 +81,29 @@ class ModelConfig:
     base: str = setting(
         "",
         "pipeline folder with vae, tokenizer and scheduler, and the text_encoder and transformer "
-        "that are not built fresh; required",
+        "that are not built fresh; a DiT needs the vae, and the transformer unless it is built fresh; required",
     )
     transformer: dict | None = setting(
         None, "[model.transformer]: build a fresh transformer with this config"
     )
     text_encoder: dict | None = setting(None, "[model.text_encoder]: build a fresh Gemma-2 text encoder")
-    transformer_class: Literal["MHLASanaTransformer2DModel", "SanaTransformer2DModel"] = setting(
-        "MHLASanaTransformer2DModel", "class of a fresh transformer; the stock one serves for comparisons"
+    transformer_class: Literal[
+        "MHLASanaTransformer2DModel", "SanaTransformer2DModel", "MHLADiTTransformer2DModel"
+    ] = setting(
+        "MHLASanaTransformer2DModel",
+        "class of a fresh transformer; the stock one serves for comparisons, a DiT draws classes. DiT without MHLA: "
+        "mhla_layers = []",
     )
     convert: ConvertConfig | None = setting(None, "[model.convert]: convert a stock transformer first")
-    train: Literal["all", "attention", "mixing", "lora"] = setting(
+    new_classes: bool = setting(
+        False,
+        "DiT of the base: learn the classes of the data from new label embeddings, in place of the base's classes",
+    )
+    train: Literal["all", "attention", "mixing", "lora+mixing", "lora"] = setting(
         "all",
         "all: every parameter of the transformer. attention: everything inside the self-attention modules "
-        "(attn1). mixing: only the coefficient matrices. lora: adapters on [model.lora] targets, and the "
-        "coefficient matrices in full",
+        "(attn1). mixing: only the coefficient matrices. lora+mixing: adapters on [model.lora] targets, and the "
+        "coefficient matrices in full; lora is its older name",
     )
     lora: LoraConfig = setting(LoraConfig, "[model.lora]")
     train_text_encoder: bool = setting(False, "train the text encoder too; a fresh one must be trained")
@@ -119,11 +127,20 @@ class DataConfig:
     template: str = setting(
         "a picture of {}", "folder without captions.jsonl: caption of a class folder's images"
     )
+    classes: Literal["names", "order"] = setting(
+        "names",
+        "DiT of the base: names: a class folder has the name or number of a class. order: the folders in alphabetical "
+        "order are classes 0, 1, ..., as ImageNet's are; a new DiT, or new_classes, always numbers them so",
+    )
+    label: Literal["subgroup", "group"] = setting("subgroup", "emoji, DiT: what the classes are")
+    flip: bool = setting(False, "see every picture mirrored, too; not where captions say left or right")
     split: str = setting("train", "emoji: which split")
     backgrounds: int = setting(4, "emoji: coloured backgrounds of each sprite, beside white")
-    compositions: int = setting(20000, "emoji: composed scenes of 1 to 4 sprites")
+    compositions: int = setting(20000, "emoji: composed scenes of 1 to 4 sprites; 0 for classes")
     tag_captions: bool = setting(True, "emoji: captions made of the keywords, too")
-    caption_dropout: float = setting(0.1, "share of samples that see the empty caption, for guidance")
+    caption_dropout: float = setting(
+        0.1, "share of samples that see the empty caption, or the null class, for guidance"
+    )
     max_sequence_length: int = setting(
         0, "caption tokens, in training and in the exported pipeline; 0: the base pipeline's own value"
     )
@@ -154,6 +171,22 @@ class OptimizerConfig:
     )
     lr_min: float = setting(0.0, "cosine: final learning rate as a share of lr")
     max_grad_norm: float = setting(1.0, "clip the gradient's norm; 0: do not clip")
+
+
+@dataclass
+class LossConfig:
+    """[loss]: what the transformer learns to predict."""
+
+    kind: Literal["auto", "flow", "diffusion"] = setting(
+        "auto",
+        "flow: flow matching, see [flow]. diffusion: the noise of a DDPM, and the variance where the transformer has "
+        "channels for it. auto: flow for SANA, diffusion for DiT",
+    )
+    variational_weight: float = setting(
+        0.001,
+        "diffusion with a learned variance: weight of the variational bound beside the squared error (lambda of "
+        "Improved DDPM, arXiv 2102.09672)",
+    )
 
 
 @dataclass
@@ -196,7 +229,7 @@ class SampleConfig:
     """[sample]: a grid of pictures drawn with the EMA weights while training."""
 
     every: int = setting(0, "steps between grids; 0: none")
-    prompts: list[str] = setting([], "one picture each")
+    prompts: list[str] = setting([], "one picture each; of a DiT: names or numbers of classes")
     seed: int = setting(0, "picture i starts from noise seeded (seed, i)")
     steps: int = setting(20, "sampler steps")
     guidance: float = setting(4.5, "guidance scale")
@@ -210,6 +243,7 @@ class Recipe:
     model: ModelConfig = setting(ModelConfig, "[model]")
     data: DataConfig = setting(DataConfig, "[data]")
     optimizer: OptimizerConfig = setting(OptimizerConfig, "[optimizer]")
+    loss: LossConfig = setting(LossConfig, "[loss]")
     flow: FlowConfig = setting(FlowConfig, "[flow]")
     ema: EMAConfig = setting(EMAConfig, "[ema]")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "[checkpoint]")

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from .classes import emoji_labels
 from .config import DataConfig
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"}
@@ -41,12 +42,13 @@ class PictureSource:
     fingerprint: str
 
 
-def open_source(config: DataConfig, latent_factor: int, seed: int) -> PictureSource:
+def open_source(config: DataConfig, latent_factor: int, seed: int, by_class: bool = False) -> PictureSource:
     """The recipe's data set.
 
     Args:
         latent_factor: pixels per latent token; sizes are multiples of it.
         seed: of the emoji set's backgrounds and compositions.
+        by_class: the captions are the names of the pictures' classes.
 
     Raises:
         ValueError: no such path, no pictures, bad captions.jsonl (names the line), size not a multiple of the factor.
@@ -61,25 +63,58 @@ def open_source(config: DataConfig, latent_factor: int, seed: int) -> PictureSou
             f"recipe: data.path = {config.path!r} does not exist; give "
             + ("a folder of images" if config.kind == "folder" else "the emoji tar made by train/")
         )
-    return open_folder(config, latent_factor) if config.kind == "folder" else open_emoji(config, seed)
+    if config.kind == "folder":
+        source = open_folder(config, latent_factor, by_class)
+    else:
+        source = open_emoji(config, seed, by_class)
+    return mirrored(source) if config.flip else source
 
 
-def open_emoji(config: DataConfig, seed: int) -> PictureSource:
+def mirrored(source: PictureSource) -> PictureSource:
+    """The same set, with every picture mirrored behind the pictures as they are."""
+
+    def both(bucket: Bucket) -> Bucket:
+        count = len(bucket.captions)
+
+        def read(indices: list[int]) -> tuple[torch.Tensor, list[int]]:
+            plain = [i for i in indices if i < count]
+            turned = [i - count for i in indices if i >= count]
+            parts, kept = [], []
+            for numbers, shift in ((plain, 0), (turned, count)):
+                if numbers:
+                    pictures, readable = bucket.read(numbers)
+                    parts.append(pictures.flip(-1) if shift else pictures)
+                    kept += [i + shift for i in readable]
+            return torch.cat(parts), kept
+
+        return Bucket(bucket.height, bucket.width, [*bucket.captions, *bucket.captions], read)
+
+    fingerprint = hashlib.sha256(f"mirrored {source.fingerprint}".encode()).hexdigest()
+    return PictureSource(lambda: [both(bucket) for bucket in source.open()], fingerprint)
+
+
+def open_emoji(config: DataConfig, seed: int, by_class: bool = False) -> PictureSource:
     """The emoji set: sprites on coloured backgrounds and composed scenes, made in memory."""
     from . import emoji
 
     arguments = {
         "split": config.split, "size": config.size, "seed": seed, "backgrounds": config.backgrounds,
-        "compositions": config.compositions, "tag_captions": config.tag_captions,
+        "compositions": config.compositions, "tag_captions": config.tag_captions and not by_class,
     }  # fmt: skip
+    labels = {"label": config.label} if by_class else {}
     with open(config.path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256")
-    digest.update(json.dumps(arguments).encode())
+    digest.update(json.dumps(arguments | labels).encode())
     for module in sorted(Path(emoji.__file__).parent.glob("emoji*.py")):
         digest.update(module.read_bytes())  # another way to compose is another data set
 
     def make() -> list[Bucket]:
         images, texts = emoji.materialise(config.path, **arguments)
+        if by_class:
+            each = 1 + config.backgrounds
+            texts = [
+                label for label in emoji_labels(config.path, config.label, config.split) for _ in range(each)
+            ]
         captions = [[text] if isinstance(text, str) else list(text) for text in texts]
 
         def read(indices: list[int]) -> tuple[torch.Tensor, list[int]]:
@@ -116,11 +151,13 @@ def read_picture(path: Path, height: int, width: int) -> np.ndarray:
     return np.asarray(image).transpose(2, 0, 1)
 
 
-def list_pictures(root: Path, template: str) -> list[tuple[Path, list[str]]]:
+def list_pictures(root: Path, template: str, by_class: bool = False) -> list[tuple[Path, list[str]]]:
     """(path, captions) of a folder: by captions.jsonl where present, else by class folders.
 
-    captions.jsonl has one object a line: `{"file": "a.png", "caption": "..."}`; a list of captions gives variants.
+    captions.jsonl has one object a line: `{"file": "a.png", "caption": "..."}`; a list of captions gives variants. With
+    `by_class` the only caption is the class: the folder's name as it is, or "label" in captions.jsonl.
     """
+    key = "label" if by_class else "caption"
     listing = root / "captions.jsonl"
     pairs = []
     if listing.is_file():
@@ -129,13 +166,13 @@ def list_pictures(root: Path, template: str) -> list[tuple[Path, list[str]]]:
                 continue
             try:
                 entry = json.loads(line)
-                file, caption = entry["file"], entry["caption"]
+                file, caption = entry["file"], entry[key]
             except (ValueError, KeyError, TypeError):
                 raise ValueError(
-                    f'{listing} line {number}: write {{"file": "name.png", "caption": "what it shows"}}, '
+                    f'{listing} line {number}: write {{"file": "name.png", "{key}": "what it shows"}}, '
                     f"not {line.strip()[:80]!r}"
                 ) from None
-            texts = caption if isinstance(caption, list) else [caption]
+            texts = [str(caption)] if by_class else caption if isinstance(caption, list) else [caption]
             if not texts or not all(isinstance(text, str) for text in texts):
                 raise ValueError(
                     f"{listing} line {number}: caption {caption!r} is neither a text nor a list of texts"
@@ -145,27 +182,28 @@ def list_pictures(root: Path, template: str) -> list[tuple[Path, list[str]]]:
             pairs.append((root / file, texts))
     else:
         for folder in sorted(p for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")):
-            caption = template.format(folder.name.replace("_", " ").replace("-", " "))
+            words = folder.name.replace("_", " ").replace("-", " ")
+            caption = folder.name if by_class else template.format(words)
             files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
             pairs += [(path, [caption]) for path in files]
     if not pairs:
         raise ValueError(
-            f'{root} holds no pictures with captions; add captions.jsonl with lines {{"file": ..., '
-            '"caption": ...}, or put the pictures into one folder per class'
+            f'{root} holds no pictures with {key}s; add captions.jsonl with lines {{"file": ..., '
+            f'"{key}": ...}}, or put the pictures into one folder per class'
         )
     return pairs
 
 
-def open_folder(config: DataConfig, latent_factor: int) -> PictureSource:
+def open_folder(config: DataConfig, latent_factor: int, by_class: bool = False) -> PictureSource:
     """A user's own pictures. Unreadable ones are named in a warning and left out; ValueError when none is left."""
     root = Path(config.path)
     if not root.is_dir():
         raise ValueError(f"recipe: data.path = {config.path!r} is not a folder; give a folder of images")
     sizes = bucket_sizes(config, latent_factor)
     members: list[list[tuple[Path, list[str]]]] = [[] for _ in sizes]
-    digest = hashlib.sha256(json.dumps([sizes, config.template]).encode())
+    digest = hashlib.sha256(json.dumps([sizes, "" if by_class else config.template]).encode())
     unreadable = []
-    for path, captions in list_pictures(root, config.template):
+    for path, captions in list_pictures(root, config.template, by_class):
         try:
             with Image.open(path) as image:
                 width, height = image.size

@@ -43,7 +43,10 @@ def export_pipeline(target: Path, parts: Components, ema: EMA, recipe: Recipe) -
         )
     pipeline = parts.pipeline(transformer, text_encoder)
     from_base = ["vae"]
-    if not recipe.model.train_text_encoder and recipe.model.text_encoder is None and not recipe.run.init_from:
+    replaced = (
+        recipe.model.train_text_encoder or recipe.model.text_encoder is not None or recipe.run.init_from
+    )
+    if parts.text_encoder is not None and not replaced:
         from_base.append("text_encoder")
 
     def fill(folder: Path) -> None:
@@ -75,6 +78,14 @@ def export_continue(target: Path, parts: Components, ema: EMA, recipe: Recipe, s
         write_folder(target, fill)
 
 
+def export_adapter(target: Path, parts: Components, ema: EMA) -> None:
+    """Writes what a run on a frozen base trained, as one file that `load_adapter` loads into the converted base."""
+    from mhla_diffusion.models.adapters import save_adapter
+
+    with ema.applied():
+        write_folder(target, lambda folder: save_adapter(parts.transformer, folder))
+
+
 def contact_sheet(images: list[Image.Image], columns: int, gap: int = 2) -> Image.Image:
     """Pictures of one size in rows on white, `gap` pixels between them."""
     width, height = images[0].size
@@ -104,23 +115,34 @@ def undisturbed(*modules: nn.Module, device: torch.device):
 def draw_pictures(
     parts: Components, prompts: list[str], sample: SampleConfig, size: int, device: torch.device
 ) -> list[Image.Image]:
-    """One picture a prompt with the weights as they are; picture i starts from noise seeded (sample.seed, i)."""
-    visitors = [m for m in (parts.vae, parts.text_encoder) if next(m.parameters()).device.type != device.type]
+    """One picture a prompt with the weights as they are; picture i starts from noise seeded (sample.seed, i).
+
+    The prompts of a DiT are names or numbers of classes.
+    """
+    models = [m for m in (parts.vae, parts.text_encoder) if m is not None]
+    visitors = [m for m in models if next(m.parameters()).device.type != device.type]
     for module in visitors:
         module.to(device)
     pipeline = parts.pipeline()
     pipeline.set_progress_bar_config(disable=True)
+    if parts.class_numbers is not None:
+        request = {"class_labels": pipeline.typed_labels(prompts)}
+    else:
+        request = {
+            "prompt": list(prompts),
+            "use_resolution_binning": False,
+            "complex_human_instruction": parts.instruction,
+        }
+    trained = [m for m in (parts.transformer, parts.text_encoder) if m is not None]
     try:
-        with undisturbed(parts.transformer, parts.text_encoder, device=device):
+        with undisturbed(*trained, device=device):
             return pipeline(
-                prompt=list(prompts),
                 num_inference_steps=sample.steps,
                 guidance_scale=sample.guidance,
                 generator=[generator("cpu", sample.seed, i) for i in range(len(prompts))],
                 height=size,
                 width=size,
-                use_resolution_binning=False,
-                complex_human_instruction=parts.instruction,
+                **request,
             ).images
     finally:
         for module in visitors:

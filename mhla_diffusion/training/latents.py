@@ -104,12 +104,13 @@ def load_or_encode(
 class CaptionTable:
     """Every different caption once, entry 0 being the empty one that caption dropout puts in place.
 
-    `values`: token ids `(U, L)` int64 for a trained text encoder, else its output `(U, L, D)`.
-    `mask`: `(U, L)` int64. `choice[b]`: `(K_b, V)` int64 entries of each picture, `count[b]`: `(K_b,)` how many.
+    `values`: token ids `(U, L)` int64 for a trained text encoder, else its output `(U, L, D)`; of classes their
+    numbers `(U,)`, the null class first. `mask`: `(U, L)` int64, None with classes.
+    `choice[b]`: `(K_b, V)` int64 entries of each picture, `count[b]`: `(K_b,)` how many.
     """
 
     values: torch.Tensor
-    mask: torch.Tensor
+    mask: torch.Tensor | None
     choice: list[torch.Tensor]
     count: list[torch.Tensor]
 
@@ -162,3 +163,11 @@ def caption_table(
     else:
         values, mask = embed_captions(parts, texts, length, device)
     return CaptionTable(values, mask, choice, count)
+
+
+def label_table(encoded: LatentSet, numbers: dict[str, int], null_class: int) -> CaptionTable:
+    """The class of each picture, whose only caption is the class's name."""
+    entries = {name: entry for entry, name in enumerate(numbers, 1)}
+    values = torch.tensor([null_class, *numbers.values()])
+    choice = [torch.tensor([[entries[texts[0]]] for texts in captions]) for captions in encoded.captions]
+    return CaptionTable(values, None, choice, [torch.ones(len(rows), dtype=torch.int64) for rows in choice])

@@ -24,8 +24,8 @@ from mhla_diffusion.mixing import clip_mixings, mean_occupancy
 
 from .checkpoint import list_checkpoints, optimizer_tensors, prune, write_checkpoint
 from .config import Recipe
-from .export import draw_grid, export_continue, export_pipeline
-from .parameters import schedule_factor
+from .export import draw_grid, export_adapter, export_continue, export_pipeline
+from .parameters import LORA, listed, schedule_factor
 from .provenance import environment, process_started
 from .randomness import derived_seed
 from .recipe import load_recipe
@@ -273,6 +273,8 @@ class _Training(Session):
         if not self.main:
             return
         export_pipeline(self.out / "pipeline", self.parts, self.ema, self.recipe)
+        if self.recipe.model.train in (*LORA, "mixing"):
+            export_adapter(self.out / "adapter", self.parts, self.ema)
         if self.recipe.checkpoint.export_continue:
             export_continue(self.out / "continue", self.parts, self.ema, self.recipe, step)
 
@@ -289,12 +291,18 @@ class _Training(Session):
         counts = {
             name: sum(p.numel() for p in model.parameters()) for name, model in self.module.named_children()
         }
+        trained = sum(p.numel() for p in self.parameters.values())
+        print(
+            f'{self.recipe.run.name}: model.train = "{self.recipe.model.train}" trains {len(self.parameters)} tensors, '
+            f"{trained:,} of {sum(counts.values()):,} numbers: {listed(self.parameters)}"
+        )
         facts = {
             "recipe": dataclasses.asdict(self.recipe),
             "environment": environment(self.device),
             "processes": self.accelerator.num_processes,
             "parameters": counts,
-            "trained_parameters": sum(p.numel() for p in self.parameters.values()),
+            "trained_parameters": trained,
+            "trained": list(self.parameters),
             "data": self.fingerprint,
             "pictures": sum(self.feed.order.bucket_sizes),
         }

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 from torch import nn
 
 from .config import OptimizerConfig
 
+# Values of model.train that put adapters in: the second is its older name.
+LORA = ("lora+mixing", "lora")
+
 # Embedding-like tables, and the gate, whose neutral start is all zeros around a constant.
-_UNDECAYED = ("scale_shift_table", "embed_tokens", "to_gate", ".norm", "norm_", "caption_norm", "layernorm")
+_UNDECAYED = (
+    "scale_shift_table",
+    "embed_tokens",
+    "embedding_table",
+    "to_gate",
+    ".norm",
+    "norm_",
+    "caption_norm",
+    "layernorm",
+)
 
 
 def trainable(transformer: nn.Module, which: str) -> list[str]:
@@ -21,7 +34,7 @@ def trainable(transformer: nn.Module, which: str) -> list[str]:
         "attention": every parameter inside a self-attention module (`attn1.`): the projections, query/key norms, and
             where present the coefficient matrix, gate, output norm and local convolution.
         "mixing": the coefficient matrices alone (`attn1.mixing.weight`).
-        "lora": the adapters (`lora_`) that `add_adapter` put in before, and the coefficient matrices.
+        "lora+mixing", or "lora": the adapters (`lora_`) that `add_adapter` put in before, and the coefficient matrices.
 
     A matrix built with `mhla_mixing_learnable=False` never trains.
 
@@ -32,7 +45,7 @@ def trainable(transformer: nn.Module, which: str) -> list[str]:
         "all": lambda name: True,
         "attention": lambda name: ".attn1." in name,
         "mixing": lambda name: ".mixing." in name,
-        "lora": lambda name: "lora_" in name or ".mixing." in name,
+        **{which: lambda name: "lora_" in name or ".mixing." in name for which in LORA},
     }
     if which not in tests:
         raise ValueError(f"trainable set {which!r}; allowed: {', '.join(tests)}")
@@ -47,6 +60,15 @@ def trainable(transformer: nn.Module, which: str) -> list[str]:
             f"trainable set {which!r} is empty in {type(transformer).__name__}: it has no such parameter"
         )
     return chosen
+
+
+def listed(parameters: dict[str, nn.Parameter]) -> str:
+    """The parameters in words: each kind once, with `*` for the layers' numbers and how many there are."""
+    counts: dict[str, int] = {}
+    for name in parameters:
+        kind = re.sub(r"\.\d+\.", ".*.", name, count=1)
+        counts[kind] = counts.get(kind, 0) + 1
+    return ", ".join(kind if count == 1 else f"{kind} ({count})" for kind, count in counts.items())
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:

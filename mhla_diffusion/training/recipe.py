@@ -193,6 +193,8 @@ def _check_ranges(recipe: Recipe) -> None:
     )
     need(optimizer.max_grad_norm >= 0, "optimizer.max_grad_norm", optimizer.max_grad_norm, "0 (off) or more")
     need(optimizer.warmup >= 0, "optimizer.warmup", optimizer.warmup, "0 or more steps")
+    weight = recipe.loss.variational_weight
+    need(0 <= weight < math.inf, "loss.variational_weight", weight, "0 or more")
     need(math.isfinite(recipe.flow.logit_mean), "flow.logit_mean", recipe.flow.logit_mean, "a finite number")
     need(recipe.flow.logit_std > 0, "flow.logit_std", recipe.flow.logit_std, "above 0")
     need(recipe.flow.shift > 0, "flow.shift", recipe.flow.shift, "above 0")
@@ -237,13 +239,19 @@ def flat(recipe: Recipe | dict) -> dict:
 
 
 def differing_keys(recipe: Recipe, other: dict) -> list[str]:
-    """Names of settings in which `recipe` computes something else than `other` (a stored `asdict`)."""
+    """Names of settings in which `recipe` computes something else than `other` (a stored `asdict`).
+
+    A setting that `other` is too old to have counts as its default, which stands for what was computed then.
+    """
     ours, theirs = flat(recipe), flat(other)
+    defaults = {name: value for name, value in flat(Recipe()).items() if name not in theirs}
     neutral = NEUTRAL
     if recipe.optimizer.schedule == "constant":
         neutral += ("run.steps", "optimizer.lr_min")
     names = [
-        n for n in sorted(ours.keys() | theirs.keys()) if ours.get(n, "absent") != theirs.get(n, "absent")
+        n
+        for n in sorted(ours.keys() | theirs.keys())
+        if ours.get(n, "absent") != theirs.get(n, defaults.get(n, "absent"))
     ]
     return [n for n in names if not any(n == key or n.startswith(key + ".") for key in neutral)]
 

@@ -14,14 +14,15 @@ from mhla_diffusion.folders import check_writable
 from mhla_diffusion.mixing import learnable_mixings
 
 from .checkpoint import find_checkpoint, list_checkpoints, load_optimizer_tensors, read_checkpoint
-from .components import build_components, read_weights
+from .components import Components, build_components, loss_kind, read_weights
 from .config import Recipe
 from .data import open_source
+from .diffusion import DiffusionLoss
 from .ema import EMA
 from .feed import Feed
-from .latents import caption_table, load_or_encode
-from .losses import FlowLoss
-from .parameters import build_optimizer, trainable
+from .latents import caption_table, label_table, load_or_encode
+from .losses import Denoiser, FlowLoss
+from .parameters import LORA, build_optimizer, trainable
 from .recipe import differing_keys
 
 
@@ -71,6 +72,13 @@ def compile_model(model: torch.nn.Module, scope: str) -> None:
         part.compile()
 
 
+def loss_module(recipe: Recipe, parts: Components) -> Denoiser:
+    """The loss that the recipe trains by, around the transformer and, where it trains, the text encoder."""
+    if loss_kind(recipe, parts.class_numbers is not None) == "diffusion":
+        return DiffusionLoss(parts.transformer, parts.scheduler.betas, recipe.loss.variational_weight)
+    return FlowLoss(parts.transformer, parts.text_encoder if recipe.model.train_text_encoder else None)
+
+
 class Session:
     """Everything a run needs, built from its recipe and put at the step to start from."""
 
@@ -109,21 +117,26 @@ class Session:
     def _build_data(self) -> None:
         recipe, parts = self.recipe, self.parts
         with self.accelerator.main_process_first():  # the others then find the cache filled
-            source = open_source(recipe.data, parts.latent_factor, recipe.run.seed)
+            by_class = parts.class_numbers is not None
+            source = open_source(recipe.data, parts.latent_factor, recipe.run.seed, by_class)
             encoded = load_or_encode(source, parts, recipe.data, self.device)
         self.fingerprint = source.fingerprint
-        length = recipe.data.max_sequence_length or parts.max_sequence_length
-        table = caption_table(encoded, parts, recipe.model.train_text_encoder, length, self.device)
-        self.feed = Feed(encoded, table, recipe, self.device)
+        if by_class:
+            table = label_table(encoded, parts.class_numbers, parts.transformer.config.num_embeds_ada_norm)
+        else:
+            length = recipe.data.max_sequence_length or parts.max_sequence_length
+            table = caption_table(encoded, parts, recipe.model.train_text_encoder, length, self.device)
+        diffusion = loss_kind(recipe, by_class) == "diffusion"
+        steps = parts.scheduler.config.num_train_timesteps if diffusion else None
+        self.feed = Feed(encoded, table, recipe, self.device, diffusion_steps=steps)
 
     def _build_model(self) -> None:
         recipe, parts = self.recipe, self.parts
         trainable(parts.transformer, recipe.model.train)
         self.mixings = learnable_mixings(parts.transformer)
-        parts.text_encoder.requires_grad_(recipe.model.train_text_encoder)
-        self.module = FlowLoss(
-            parts.transformer, parts.text_encoder if recipe.model.train_text_encoder else None
-        )
+        if parts.text_encoder is not None:
+            parts.text_encoder.requires_grad_(recipe.model.train_text_encoder)
+        self.module = loss_module(recipe, parts)
         self.module.to(self.device).train()
         if recipe.run.gradient_checkpointing:
             parts.transformer.enable_gradient_checkpointing()
@@ -139,7 +152,7 @@ class Session:
     def _take_ema(self) -> None:
         """Averages of the run that `init_from` continues, where it has them."""
         folder = Path(self.recipe.run.init_from or ".") / "ema"
-        if not self.recipe.run.init_from or not folder.is_dir() or self.recipe.model.train == "lora":
+        if not self.recipe.run.init_from or not folder.is_dir() or self.recipe.model.train in LORA:
             return
         for part in (path for path in sorted(folder.iterdir()) if path.is_dir()):
             for name, value in read_weights(part).items():

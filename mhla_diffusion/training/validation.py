@@ -1,4 +1,4 @@
-"""Flow loss of a finished model over a whole set, at fixed times with fixed noise: one number to compare twins by."""
+"""Loss of a finished model over a whole set, at fixed times with fixed noise: one number to compare twins by."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from .export import undisturbed
 from .latents import CaptionTable, LatentSet
-from .losses import FlowLoss
+from .losses import Denoiser
 from .randomness import generator
 
 
@@ -19,7 +19,7 @@ def fixed_noise(index: int, shape: torch.Size, seed: int) -> torch.Tensor:
 
 @torch.no_grad()
 def flow_losses(
-    module: FlowLoss,
+    module: Denoiser,
     encoded: LatentSet,
     captions: CaptionTable,
     *,
@@ -29,7 +29,9 @@ def flow_losses(
     batch_size: int = 512,
     bf16: bool = False,
 ) -> dict:
-    """Mean flow-matching loss of every picture at `levels` noise levels (k + 1/2) / levels.
+    """Mean loss of every picture at `levels` noise levels, (k + 1/2) / levels of all there are.
+
+    `module` is a `FlowLoss` or a `DiffusionLoss`; a level is a sigma, or a share of the diffusion's steps.
 
     Each picture is seen at every level, with its first caption, no caption dropout, and noise that is a function of
     (seed, number of the picture) alone.
@@ -53,9 +55,10 @@ def flow_losses(
                 )
                 entry = entries[start : start + batch_size]
                 clean, noise = clean.to(device), noise.to(device)
-                values, mask = captions.values[entry].to(device), captions.mask[entry].to(device)
+                values = captions.values[entry].to(device)
+                mask = None if captions.mask is None else captions.mask[entry].to(device)
                 for level, sigma in enumerate(sigmas):
-                    times = torch.full((len(clean),), sigma, device=device)
+                    times = torch.full((len(clean),), module.time_at(sigma), device=device)
                     totals[level] += module(clean, noise, times, values, mask).double().sum()
             first += len(latents)
     losses = (totals / first).tolist()

@@ -203,7 +203,7 @@ def test_batches_are_a_function_of_the_step(recipe_file, tmp_path, write_picture
     draws = [feed.draw(step) for step in range(40)]
     for step in (17, 2, 39):
         again = other.draw(step)
-        for name in ("index", "caption", "sigma", "noise"):
+        for name in ("index", "caption", "time", "noise"):
             assert torch.equal(getattr(again, name), getattr(draws[step], name))
     for draw in draws:
         parts_of = [feed.rows(draw, slice(0, 3)), feed.rows(draw, slice(3, 6))]
