@@ -80,7 +80,7 @@ def add_generate(commands) -> None:
         "already with the same settings are skipped. Exit status 1 if some prompts failed, the others drawn.",
     )
     add = parser.add_argument
-    add("prompts", nargs="*", metavar="PROMPT", help="what to draw")
+    add("prompts", nargs="*", metavar="PROMPT", help="what to draw; of a DiT, names or numbers of classes")
     add("--prompts", dest="prompt_file", metavar="FILE", help="text file with one prompt a line")
     add("--pipeline", default=DEFAULT_PIPELINE, help="folder or name of a pipeline (default: %(default)s)")
     add("--seed", "--seeds", dest="seeds", type=number_list, default=[0], metavar="N[,N...]",

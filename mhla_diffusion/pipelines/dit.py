@@ -134,6 +134,12 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
         return self.vae_scale_factor * self.transformer.config.patch_size
 
     @property
+    def default_size(self) -> tuple[int, int]:
+        """Height and width in pixels that a call without them draws: what the transformer was made for."""
+        side = self.transformer.config.sample_size * self.vae_scale_factor
+        return side, side
+
+    @property
     def num_classes(self) -> int:
         """Number of classes, which is also the number of the null class."""
         return self.transformer.config.num_embeds_ada_norm
@@ -249,8 +255,8 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
         """
         steps = self.config.default_steps if num_inference_steps is None else num_inference_steps
         guidance_scale = self.config.default_guidance_scale if guidance_scale is None else guidance_scale
-        own_size = self.transformer.config.sample_size * self.vae_scale_factor
-        height, width = own_size if height is None else height, own_size if width is None else width
+        own_height, own_width = self.default_size
+        height, width = own_height if height is None else height, own_width if width is None else width
         if isinstance(callback_on_step_end, (PipelineCallback, MultiPipelineCallbacks)):
             callback_on_step_end_tensor_inputs = callback_on_step_end.tensor_inputs
         elif callback_on_step_end_tensor_inputs is None:

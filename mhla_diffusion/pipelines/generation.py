@@ -66,7 +66,9 @@ def generate(
     The noise of a picture depends on its seed only (a CPU generator), not on its batch or the device. A
     picture that is there with the same settings is skipped; one with other settings is replaced only by
     `overwrite`.
-    An empty prompt, or one that fails while it is drawn, is reported and the others are drawn.
+    Of a class-conditional pipeline (DiT), a prompt is the name or the number of a class.
+    An empty prompt, no class of the pipeline, or one that fails while it is drawn, is reported and the others are
+    drawn.
 
     Raises ValueError, before anything is computed or written, for settings that cannot be met.
     """
@@ -112,6 +114,9 @@ def generate(
     if pending:
         painter = Painter(folder, sha256, chosen_device, chosen_dtype)
         painter.check(height, width, steps)
+        faults = {request.index: painter.fault(request) for request in pending}
+        report.failed |= {index: reason for index, reason in faults.items() if reason}
+        pending = [request for request in pending if request.index not in report.failed]
         with tqdm(total=len(pending), unit="picture") as bar:
             for start in range(0, len(pending), batch_size):
                 draw_batch(painter, pending[start : start + batch_size], out, report)

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import SanaPipeline
+from diffusers import DiffusionPipeline, DiTPipeline, SanaPipeline
 from PIL import Image
 
 from mhla_diffusion.loading import load_pipeline, no_library_bars
+from mhla_diffusion.pipelines.dit import MHLADiTPipeline
 from mhla_diffusion.pipelines.requests import Request, check_size
 from mhla_diffusion.pipelines.sana import BINNED_SAMPLE_SIZES, FiniteWatch, MHLASanaPipeline
 from mhla_diffusion.provenance import versions
@@ -22,18 +23,31 @@ STOCK_SIZE_MULTIPLE = 32
 
 
 class Painter:
-    """A loaded pipeline that draws requests and knows the full settings of what it drew."""
+    """A loaded pipeline that draws requests and knows the full settings of what it drew.
+
+    Of a class-conditional pipeline (DiT, stock ones included) a prompt is a class's name or number.
+    """
 
     def __init__(self, folder: Path, sha256: str, device: torch.device, dtype: str):
         self.folder, self.sha256, self.device, self.dtype = folder, sha256, device, dtype
         with no_library_bars():
             self.pipe = load_pipeline(folder, dtype=DTYPES[dtype]).to(device)
-        if not isinstance(self.pipe, SanaPipeline):
+        if not isinstance(self.pipe, (SanaPipeline, DiTPipeline)):
             raise ValueError(
-                f"{folder} is a {type(self.pipe).__name__}: give a text-to-image pipeline (SANA)"
+                f"{folder} is a {type(self.pipe).__name__}: give a text-to-image pipeline (SANA) or a "
+                "class-conditional one (DiT)"
             )
+        self.pipeline_class = type(self.pipe).__name__
+        if self.by_class and not isinstance(self.pipe, MHLADiTPipeline):
+            self.pipe = MHLADiTPipeline.from_pipe(
+                self.pipe
+            )  # stock's has no sizes, steps of its own or label checks
         self.pipe.set_progress_bar_config(desc="steps", leave=False, position=1, disable=None)
         self.defaults = call_defaults(self.pipe)
+
+    @property
+    def by_class(self) -> bool:
+        return isinstance(self.pipe, DiTPipeline)
 
     def check(self, height: int | None, width: int | None, steps: int | None) -> None:
         """Raise ValueError unless the pipeline can draw pictures of this size in this many steps."""
@@ -42,11 +56,22 @@ class Painter:
         if steps is not None and steps > longest:
             raise ValueError(f"steps is {steps}: the scheduler has {longest}, for example --steps 20")
 
+    def fault(self, request: Request) -> str | None:
+        """Why this prompt cannot be drawn, where that is known beforehand: no such class."""
+        if self.by_class:
+            try:
+                self.pipe.typed_labels([request.prompt])
+            except ValueError as error:
+                return str(error)
+        return None
+
     def draw(self, requests: Sequence[Request]) -> list[Image.Image]:
         """One picture per request; all have the same size, steps and guidance."""
         values = self.values(requests[0])
+        prompts = [request.prompt for request in requests]
+        what = {"class_labels": self.pipe.typed_labels(prompts)} if self.by_class else {"prompt": prompts}
         return self.pipe(
-            prompt=[request.prompt for request in requests],
+            **what,
             num_inference_steps=values["steps"],
             guidance_scale=values["guidance"],
             height=values["height"],
@@ -57,7 +82,7 @@ class Painter:
 
     def stock_arguments(self) -> dict[str, Any]:
         """What the stock pipeline must be told and ours does by itself."""
-        if isinstance(self.pipe, MHLASanaPipeline):
+        if isinstance(self.pipe, (MHLASanaPipeline, MHLADiTPipeline)):
             return {}
         # It has lists of resolutions for some sample sizes, and fails for the others unless told not to.
         known = self.pipe.transformer.config.sample_size in BINNED_SAMPLE_SIZES
@@ -73,14 +98,16 @@ class Painter:
     def settings(self, request: Request) -> dict[str, Any]:
         """Everything that decides the picture, and where it was drawn, as JSON values."""
         on_gpu = self.device.type == "cuda"
+        label = {"class_label": self.pipe.typed_labels([request.prompt])[0]} if self.by_class else {}
         return {
             "prompt": request.prompt,
+            **label,
             "seed": request.seed,
             **self.values(request),
             "dtype": self.dtype,
             "defaults": self.defaults,
             "pipeline": self.folder.resolve().name,
-            "pipeline_class": type(self.pipe).__name__,
+            "pipeline_class": self.pipeline_class,
             "pipeline_sha256": self.sha256,
             "scheduler": type(self.pipe.scheduler).__name__,
             "flow_shift": self.pipe.scheduler.config.get("flow_shift"),
@@ -89,9 +116,9 @@ class Painter:
         }
 
 
-def call_defaults(pipe: SanaPipeline) -> dict[str, Any]:
+def call_defaults(pipe: DiffusionPipeline) -> dict[str, Any]:
     """Steps, guidance, height and width that the pipeline draws with when a call does not name them."""
-    if isinstance(pipe, MHLASanaPipeline):
+    if isinstance(pipe, (MHLASanaPipeline, MHLADiTPipeline)):
         height, width = pipe.default_size
         return {
             "steps": pipe.config.default_steps,
