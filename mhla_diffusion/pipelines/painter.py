@@ -39,9 +39,8 @@ class Painter:
             )
         self.pipeline_class = type(self.pipe).__name__
         if self.by_class and not isinstance(self.pipe, MHLADiTPipeline):
-            self.pipe = MHLADiTPipeline.from_pipe(
-                self.pipe
-            )  # stock's has no sizes, steps of its own or label checks
+            # Stock's has no sizes, steps of its own or label checks. Diffusers would make float32 of it.
+            self.pipe = MHLADiTPipeline.from_pipe(self.pipe, torch_dtype=DTYPES[dtype])
         self.pipe.set_progress_bar_config(desc="steps", leave=False, position=1, disable=None)
         self.defaults = call_defaults(self.pipe)
 

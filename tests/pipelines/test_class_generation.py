@@ -12,6 +12,7 @@ from mhla_diffusion import convert
 from mhla_diffusion.cli import main
 from mhla_diffusion.pipelines.dit import MHLADiTPipeline
 from mhla_diffusion.pipelines.generation import generate
+from mhla_diffusion.pipelines.painter import Painter
 from mhla_diffusion.pipelines.pictures import read_settings
 
 LABELS = ["white shark", "2", "goldfish"]
@@ -95,3 +96,9 @@ def test_stock_dit_pipelines_draw_too(tmp_path):
     )
     failed = generate(["cat"], pipeline=tmp_path / "toy", steps=1, out=tmp_path / "out2", device="cpu").failed
     assert "this pipeline has no label names, give class numbers from 0 to 9" in failed[0]
+
+
+def test_a_stock_dit_keeps_the_dtype_that_was_asked_for(tmp_path):
+    tiny_dit.stock_pipeline().save_pretrained(tmp_path / "toy")
+    painter = Painter(tmp_path / "toy", "", torch.device("cpu"), "bfloat16")
+    assert painter.pipe.transformer.dtype == torch.bfloat16 and type(painter.pipe) is MHLADiTPipeline
