@@ -58,11 +58,11 @@ def dual_forward_kernel(
         QG0, QG1, QG2, QB0, QB1, QB2, TABLE,
     )  # fmt: skip
     q0 = load_part(q_ptr, q_stride_n, token, real, 0, D, BD)
-    q0 = turned_features(q0, rope_ptr, token, real, feature_eps, 0, D, BM, BD, ROPE, DOT)
+    q0 = turned_features(q0, rope_ptr, token, real, feature_eps, 0, D, BD, ROPE, DOT)
     out0 = tl.zeros((BM, BV), dtype=tl.float32)
     if TD:
         q1 = load_part(q_ptr, q_stride_n, token, real, BD, D, TD)
-        q1 = turned_features(q1, rope_ptr, token, real, feature_eps, BD, D, BM, TD, ROPE, DOT)
+        q1 = turned_features(q1, rope_ptr, token, real, feature_eps, BD, D, TD, ROPE, DOT)
     if TV:
         out1 = tl.zeros((BM, TV), dtype=tl.float32)
     den = tl.zeros((BM,), dtype=tl.float32)
@@ -76,11 +76,11 @@ def dual_forward_kernel(
         weight = coefficients(
             m_ptr, block, real, m_stride_row, start, m_stride_column, key_real, KM, KN, BN, RUN
         )
-        k0 = turned_features(k0, key_rope_ptr, key, key_real, feature_eps, 0, D, BN, BD, ROPE, DOT)
+        k0 = turned_features(k0, key_rope_ptr, key, key_real, feature_eps, 0, D, BD, ROPE, DOT)
         score = dot(q0, tl.trans(k0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
         if TD:
             k1 = load_part(k_ptr, k_stride_n, key, key_real, BD, D, TD)
-            k1 = turned_features(k1, key_rope_ptr, key, key_real, feature_eps, BD, D, BN, TD, ROPE, DOT)
+            k1 = turned_features(k1, key_rope_ptr, key, key_real, feature_eps, BD, D, TD, ROPE, DOT)
             score = dot(q1, tl.trans(k1), score, DOT)
         score = weigh(score, weight, BM, BN, RUN)
         if DIVIDE:
@@ -140,12 +140,12 @@ def dual_query_kernel(
         QG0, QG1, QG2, QB0, QB1, QB2, False,
     )  # fmt: skip
     q0 = load_part(q_ptr, q_stride_n, token, real, 0, D, BD)
-    q0 = turned_features(q0, rope_ptr, token, real, feature_eps, 0, D, BM, BD, ROPE, DOT)
+    q0 = turned_features(q0, rope_ptr, token, real, feature_eps, 0, D, BD, ROPE, DOT)
     g0 = load_part(grad_ptr, grad_stride_n, token, real, 0, DV, BV).to(tl.float32)
     dphi0 = tl.zeros((BM, BD), dtype=tl.float32)
     if TD:
         q1 = load_part(q_ptr, q_stride_n, token, real, BD, D, TD)
-        q1 = turned_features(q1, rope_ptr, token, real, feature_eps, BD, D, BM, TD, ROPE, DOT)
+        q1 = turned_features(q1, rope_ptr, token, real, feature_eps, BD, D, TD, ROPE, DOT)
         dphi1 = tl.zeros((BM, TD), dtype=tl.float32)
     if TV:
         g1 = load_part(grad_ptr, grad_stride_n, token, real, BV, DV, TV).to(tl.float32)
@@ -178,12 +178,12 @@ def dual_query_kernel(
         weight = coefficients(
             m_ptr, block, real, m_stride_row, start, m_stride_column, key_real, KM, KN, BN, RUN
         )
-        k0 = turned_features(k0, key_rope_ptr, key, key_real, feature_eps, 0, D, BN, BD, ROPE, DOT)
+        k0 = turned_features(k0, key_rope_ptr, key, key_real, feature_eps, 0, D, BD, ROPE, DOT)
         score = dot(q0, tl.trans(k0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
         dp = dot(g0, tl.trans(v0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
         if TD:
             k1 = load_part(k_ptr, k_stride_n, key, key_real, BD, D, TD)
-            k1 = turned_features(k1, key_rope_ptr, key, key_real, feature_eps, BD, D, BN, TD, ROPE, DOT)
+            k1 = turned_features(k1, key_rope_ptr, key, key_real, feature_eps, BD, D, TD, ROPE, DOT)
             score = dot(q1, tl.trans(k1), score, DOT)
         if TV:
             dp = dot(g1, tl.trans(load_part(v_ptr, v_stride_n, key, key_real, BV, DV, TV)), dp, DOT)
@@ -203,10 +203,10 @@ def dual_query_kernel(
             mask=(run < query_runs)[:, None] & (column < runs)[None, :],
         )
     dq_ptr += (batch * query_tokens * heads + head) * D
-    dq = feature_gradient(dphi0, q_ptr, q_stride_n, rope_ptr, token, real, 0, D, BM, BD, ROPE)
+    dq = feature_gradient(dphi0, q_ptr, q_stride_n, rope_ptr, token, real, 0, D, BD, ROPE)
     store_part(dq, dq_ptr, heads * D, token, real, 0, D, BD)
     if TD:
-        dq = feature_gradient(dphi1, q_ptr, q_stride_n, rope_ptr, token, real, BD, D, BM, TD, ROPE)
+        dq = feature_gradient(dphi1, q_ptr, q_stride_n, rope_ptr, token, real, BD, D, TD, ROPE)
         store_part(dq, dq_ptr, heads * D, token, real, BD, D, TD)
 
 
@@ -247,13 +247,13 @@ def dual_key_kernel(
         KG0, KG1, KG2, KB0, KB1, KB2, False,
     )  # fmt: skip
     k0 = load_part(k_ptr, k_stride_n, key, key_real, 0, D, BD)
-    k0 = turned_features(k0, key_rope_ptr, key, key_real, feature_eps, 0, D, BM, BD, ROPE, DOT)
+    k0 = turned_features(k0, key_rope_ptr, key, key_real, feature_eps, 0, D, BD, ROPE, DOT)
     v0 = load_part(v_ptr, v_stride_n, key, key_real, 0, DV, BV)
     dphi0 = tl.zeros((BM, BD), dtype=tl.float32)
     dv0 = tl.zeros((BM, BV), dtype=tl.float32)
     if TD:
         k1 = load_part(k_ptr, k_stride_n, key, key_real, BD, D, TD)
-        k1 = turned_features(k1, key_rope_ptr, key, key_real, feature_eps, BD, D, BM, TD, ROPE, DOT)
+        k1 = turned_features(k1, key_rope_ptr, key, key_real, feature_eps, BD, D, TD, ROPE, DOT)
         dphi1 = tl.zeros((BM, TD), dtype=tl.float32)
     if TV:
         v1 = load_part(v_ptr, v_stride_n, key, key_real, BV, DV, TV)
@@ -269,11 +269,11 @@ def dual_key_kernel(
         weight = coefficients(
             m_ptr, block, key_real, m_stride_column, start, m_stride_row, real, QM, QN, BN, QUERY_RUN
         )
-        q0 = turned_features(q0, rope_ptr, token, real, feature_eps, 0, D, BN, BD, ROPE, DOT)
+        q0 = turned_features(q0, rope_ptr, token, real, feature_eps, 0, D, BD, ROPE, DOT)
         score = dot(k0, tl.trans(q0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
         if TD:
             q1 = load_part(q_ptr, q_stride_n, token, real, BD, D, TD)
-            q1 = turned_features(q1, rope_ptr, token, real, feature_eps, BD, D, BN, TD, ROPE, DOT)
+            q1 = turned_features(q1, rope_ptr, token, real, feature_eps, BD, D, TD, ROPE, DOT)
             score = dot(k1, tl.trans(q1), score, DOT)
         if TV:
             g1 = load_part(grad_ptr, grad_stride_n, token, real, BV, DV, TV)
@@ -301,11 +301,11 @@ def dual_key_kernel(
             dphi1 = dot(ds, q1, dphi1, DOT)
     dk_ptr += (batch * key_tokens * heads + head) * D
     dv_ptr += (batch * key_tokens * heads + head) * DV
-    dk = feature_gradient(dphi0, k_ptr, k_stride_n, key_rope_ptr, key, key_real, 0, D, BM, BD, ROPE)
+    dk = feature_gradient(dphi0, k_ptr, k_stride_n, key_rope_ptr, key, key_real, 0, D, BD, ROPE)
     store_part(dk, dk_ptr, heads * D, key, key_real, 0, D, BD)
     store_part(dv0, dv_ptr, heads * DV, key, key_real, 0, DV, BV)
     if TD:
-        dk = feature_gradient(dphi1, k_ptr, k_stride_n, key_rope_ptr, key, key_real, BD, D, BM, TD, ROPE)
+        dk = feature_gradient(dphi1, k_ptr, k_stride_n, key_rope_ptr, key, key_real, BD, D, TD, ROPE)
         store_part(dk, dk_ptr, heads * D, key, key_real, BD, D, TD)
     if TV:
         store_part(dv1, dv_ptr, heads * DV, key, key_real, BV, DV, TV)

@@ -51,29 +51,27 @@ def slot_tokens(
 
 @triton.jit
 def turned_features(
-    x, rope_ptr, token, real, feature_eps, LOW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    PART: tl.constexpr, ROPE: tl.constexpr, DOT: tl.constexpr,
+    x, rope_ptr, token, real, feature_eps, LOW: tl.constexpr, D: tl.constexpr, PART: tl.constexpr,
+    ROPE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """phi of loaded channels, turned, ready for a dot product over channels: zero in channels beyond D."""
     phi = features(x, 1.0, 1.0, feature_eps, LOW, D, 0, True)
     if ROPE:
-        cos, sin = rotation(
-            rope_ptr, token, real, token, token, token, 0.0, 0.0, 0.0, LOW, D, ROWS, PART, 1, DOT
-        )
-        phi = rotate(phi, cos, sin, False, ROWS, PART)
+        cos, sin = rotation(rope_ptr, token, real, token, token, token, 0.0, 0.0, 0.0, LOW, D, PART, 1, DOT)
+        phi = rotate(phi, cos, sin, False)
     return operand(phi, DOT)
 
 
 @triton.jit
 def feature_gradient(
-    dphi, x_ptr, stride_n, rope_ptr, token, real, LOW: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    PART: tl.constexpr, ROPE: tl.constexpr,
+    dphi, x_ptr, stride_n, rope_ptr, token, real, LOW: tl.constexpr, D: tl.constexpr, PART: tl.constexpr,
+    ROPE: tl.constexpr,
 ):  # fmt: skip
     if ROPE:
         cos, sin = rotation(
-            rope_ptr, token, real, token, token, token, 0.0, 0.0, 0.0, LOW, D, ROWS, PART, 1, "bf16"
+            rope_ptr, token, real, token, token, token, 0.0, 0.0, 0.0, LOW, D, PART, 1, "bf16"
         )
-        dphi = rotate(dphi, cos, sin, True, ROWS, PART)
+        dphi = rotate(dphi, cos, sin, True)
     x = load_part(x_ptr, stride_n, token, real, LOW, D, PART).to(tl.float32)
     return tl.where(x > 0.0, dphi, 0.0)
 

@@ -3,7 +3,8 @@
 One program owns a block of tokens of one head, so nothing is accumulated by atomics and results are deterministic.
 A state row holds S (D x Dv), then z (D) when there is a denominator: `(B, H, rows, D * Dv [+ D])`. A head dim that is
 no power of two is held in two parts, 72 = 64 + 8 (padded to 16): channels 0 .. BD in x0, s00, s01, z0, BD .. BD + TD in
-x1, s10, s11, z1; values likewise by BV and TV. Without TV, programs may share the value channels, BV each.
+x1, s10, s11, z1; values likewise by BV and TV. Without TV, programs may share the value channels, BV each. TV may hold
+no value channel at all, only a spare one, which carries the denominator.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .tiles import (
     store_part,
     store_state,
     store_values,
+    tiles_of,
     tokens_at,
 )
 
@@ -76,85 +78,98 @@ def summarise_kernel(
     s00 = tl.zeros((BD, BV), dtype=tl.float32)
     if BESIDE:
         z0 = tl.zeros((BN, BD), dtype=tl.float32)  # summed over its rows at the end, once
+        rest0 = tl.zeros((BD,), dtype=tl.float32)
     if TV:
         s01 = tl.zeros((BD, TV), dtype=tl.float32)
     if TD:
         s10 = tl.zeros((TD, BV), dtype=tl.float32)
         if BESIDE:
             z1 = tl.zeros((BN, TD), dtype=tl.float32)
+            rest1 = tl.zeros((TD,), dtype=tl.float32)
         if TV:
             s11 = tl.zeros((TD, TV), dtype=tl.float32)
-    for tile in range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN)):
-        token, real, plane, line, column = tokens_at(
-            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, low0, low1, low2, size1, size2,
-            block_size, num_tokens, G1, G2, TABLE, WIDE,
-        )  # fmt: skip
-        x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
-        y0 = load_values(y_ptr, y_stride_n, token, real, value_low, 0, DV, BV, TV)
-        if ROPE:
-            cos0, sin0 = rotation(
-                rope_ptr, token, real, plane, line, column, turn00, turn01, turn02, 0, D, BN, BD, ROPE, DOT
-            )
-        if TD:
-            x1 = load_part(x_ptr, x_stride_n, token, real, BD, D, TD)
-        if TV:
-            y1 = load_part(y_ptr, y_stride_n, token, real, BV, DV, TV)
-        if ROWS:
-            rows = (batch * num_tokens + token) * heads + head
-            scale = tl.load(scale_ptr + rows, mask=real, other=0.0)
-            y0 = y0.to(tl.float32) * scale[:, None]
-            if TV:
-                y1 = y1.to(tl.float32) * scale[:, None]
-        row_weight = tl.where(real, 1.0, 0.0)
-        if ROWS and MASS:
-            row_weight = tl.load(mass_weight_ptr + rows, mask=real, other=0.0)
-        if COUNT:
-            y1 = tl.where(spare_channel(DV, BV, TV)[None, :], row_weight[:, None], y1.to(tl.float32))
-        rstd = tl.load(rstd_ptr + token, mask=real, other=0.0) if NORM == 1 else 1.0
-        if NORM == 2:
-            rstd = square_sum(x0)
-            if TD:
-                rstd += square_sum(x1)
-            rstd = tl.rsqrt(rstd / D + norm_eps)
-        # Padding rows of phi are not zero, but those of y are.
-        phi0 = features(x0, rstd, weight0, feature_eps, 0, D, NORM, False)
-        turned0 = operand(rotate(phi0, cos0, sin0, False, BN, BD) if ROPE else phi0, DOT)
-        s00 = dot(tl.trans(turned0), y0, s00, DOT)
-        if TV:
-            s01 = dot(tl.trans(turned0), y1, s01, DOT)
-        if BESIDE:
-            # Numerator and denominator from the same rounded features: equal values then cancel exactly.
-            phi0 = phi0 if ROPE else turned0.to(tl.float32)
-            z0 += phi0 * row_weight[:, None]
-        if TD:
-            phi1 = features(x1, rstd, weight1, feature_eps, BD, D, NORM, False)
-            turned1 = phi1
+    # Tiles of BN tokens, and one of half as many where that is enough for the rest of the block.
+    PARTS: tl.constexpr = 1 if ONE_TILE or BN < 32 else 2
+    for PART in tl.static_range(0, PARTS):
+        start, tiles = tiles_of(low, end, BN, PART, PARTS)
+        for tile in tl.range(0, 1 if ONE_TILE else tiles, num_stages=None if PART == 0 else 1):
+            slot = start + tile * BN + tl.arange(0, BN // (PART + 1))
+            token, real, plane, line, column = tokens_at(
+                slot, end, table_ptr, block, low0, low1, low2, size1, size2, block_size, num_tokens, G1, G2,
+                TABLE, WIDE,
+            )  # fmt: skip
+            x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
+            y0 = load_values(y_ptr, y_stride_n, token, real, value_low, 0, DV, BV, TV)
             if ROPE:
-                cos1, sin1 = rotation(
-                    rope_ptr,
-                    token,
-                    real,
-                    plane,
-                    line,
-                    column,
-                    turn10,
-                    turn11,
-                    turn12,
-                    BD,
-                    D,
-                    BN,
-                    TD,
-                    ROPE,
-                    DOT,
+                cos0, sin0 = rotation(
+                    rope_ptr, token, real, plane, line, column, turn00, turn01, turn02, 0, D, BD, ROPE, DOT
                 )
-                turned1 = rotate(phi1, cos1, sin1, False, BN, TD)
-            turned1 = operand(turned1, DOT)
-            s10 = dot(tl.trans(turned1), y0, s10, DOT)
+            if TD:
+                x1 = load_part(x_ptr, x_stride_n, token, real, BD, D, TD)
+            if TV and BV < DV:
+                y1 = load_part(y_ptr, y_stride_n, token, real, BV, DV, TV)
+            if ROWS:
+                rows = (batch * num_tokens + token) * heads + head
+                scale = tl.load(scale_ptr + rows, mask=real, other=0.0)
+                y0 = y0.to(tl.float32) * scale[:, None]
+                if TV and BV < DV:
+                    y1 = y1.to(tl.float32) * scale[:, None]
+            row_weight = tl.where(real, 1.0, 0.0)
+            if ROWS and MASS:
+                row_weight = tl.load(mass_weight_ptr + rows, mask=real, other=0.0)
+            if COUNT:
+                others = y1.to(tl.float32) if BV < DV else 0.0
+                y1 = tl.where(spare_channel(DV, BV, TV)[None, :], row_weight[:, None], others)
+            rstd = tl.load(rstd_ptr + token, mask=real, other=0.0) if NORM == 1 else 1.0
+            if NORM == 2:
+                rstd = square_sum(x0)
+                if TD:
+                    rstd += square_sum(x1)
+                rstd = tl.rsqrt(rstd / D + norm_eps)
+            # Padding rows of phi are not zero, but those of y are.
+            phi0 = features(x0, rstd, weight0, feature_eps, 0, D, NORM, False)
+            turned0 = operand(rotate(phi0, cos0, sin0, False) if ROPE else phi0, DOT)
+            s00 = dot(tl.trans(turned0), y0, s00, DOT)
             if TV:
-                s11 = dot(tl.trans(turned1), y1, s11, DOT)
+                s01 = dot(tl.trans(turned0), y1, s01, DOT)
             if BESIDE:
-                phi1 = phi1 if ROPE else turned1.to(tl.float32)
-                z1 += phi1 * row_weight[:, None]
+                # Numerator and denominator from the same rounded features: equal values then cancel exactly.
+                phi0 = phi0 if ROPE else turned0.to(tl.float32)
+                if PART == 0:
+                    z0 += phi0 * row_weight[:, None]
+                else:
+                    rest0 += tl.sum(phi0 * row_weight[:, None], axis=0)
+            if TD:
+                phi1 = features(x1, rstd, weight1, feature_eps, BD, D, NORM, False)
+                turned1 = phi1
+                if ROPE:
+                    cos1, sin1 = rotation(
+                        rope_ptr,
+                        token,
+                        real,
+                        plane,
+                        line,
+                        column,
+                        turn10,
+                        turn11,
+                        turn12,
+                        BD,
+                        D,
+                        TD,
+                        ROPE,
+                        DOT,
+                    )
+                    turned1 = rotate(phi1, cos1, sin1, False)
+                turned1 = operand(turned1, DOT)
+                s10 = dot(tl.trans(turned1), y0, s10, DOT)
+                if TV:
+                    s11 = dot(tl.trans(turned1), y1, s11, DOT)
+                if BESIDE:
+                    phi1 = phi1 if ROPE else turned1.to(tl.float32)
+                    if PART == 0:
+                        z1 += phi1 * row_weight[:, None]
+                    else:
+                        rest1 += tl.sum(phi1 * row_weight[:, None], axis=0)
 
     state_ptr += ((batch * heads + head) * (num_blocks * chunks) + row) * (D * DV + (D if MASS else 0))
     store_state(state_ptr, s00, 0, value_low, D, DV, BD, BV)
@@ -166,9 +181,13 @@ def summarise_kernel(
             store_state(state_ptr, s11, BD, BV, D, DV, TD, TV)
     if MASS:
         if tl.program_id(1) == 0:
-            store_mass(state_ptr, tl.sum(z0, axis=0) if BESIDE else spare(s01, DV, BV, TV), 0, D, DV, BD)
+            store_mass(
+                state_ptr, tl.sum(z0, axis=0) + rest0 if BESIDE else spare(s01, DV, BV, TV), 0, D, DV, BD
+            )
             if TD:
-                store_mass(state_ptr, tl.sum(z1, axis=0) if BESIDE else spare(s11, DV, BV, TV), BD, D, DV, TD)
+                store_mass(
+                    state_ptr, tl.sum(z1, axis=0) + rest1 if BESIDE else spare(s11, DV, BV, TV), BD, D, DV, TD
+                )
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SIZES)
@@ -234,94 +253,98 @@ def read_out_kernel(
         if TD:
             s11 = tl.where(spare_channel(DV, BV, TV)[None, :], z1.to(kind)[:, None], s11)
 
-    for tile in range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN)):
-        token, real, plane, line, column = tokens_at(
-            low + tile * BN + tl.arange(0, BN), end, table_ptr, block, low0, low1, low2, size1, size2,
-            block_size, num_tokens, G1, G2, TABLE, WIDE,
-        )  # fmt: skip
-        x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
-        if ROPE:
-            cos0, sin0 = rotation(
-                rope_ptr, token, real, plane, line, column, turn00, turn01, turn02, 0, D, BN, BD, ROPE, DOT
-            )
-        if TD:
-            x1 = load_part(x_ptr, x_stride_n, token, real, BD, D, TD)
-        rstd = tl.load(rstd_ptr + token, mask=real, other=0.0) if NORM == 1 else 1.0
-        if NORM == 2:
-            rstd = square_sum(x0)
-            if TD:
-                rstd += square_sum(x1)
-            rstd = tl.rsqrt(rstd / D + norm_eps)
-        phi0 = features(x0, rstd, weight0, feature_eps, 0, D, NORM, False)
-        turned0 = operand(rotate(phi0, cos0, sin0, False, BN, BD) if ROPE else phi0, DOT)
-        # Channels beyond D meet zero rows of the state.
-        out0 = dot(turned0, s00, tl.zeros((BN, BV), dtype=tl.float32), DOT)
-        if TV:
-            out1 = dot(turned0, s01, tl.zeros((BN, TV), dtype=tl.float32), DOT)
-        if DIVIDE and not COUNT:
-            phi0 = phi0 if ROPE else turned0.to(tl.float32)
-            den = tl.sum(phi0 * z0[None, :], axis=1) + denominator_eps
-        if TD:
-            phi1 = features(x1, rstd, weight1, feature_eps, BD, D, NORM, False)
-            turned1 = phi1
+    # Tiles of BN tokens, and one of half as many where that is enough for the rest of the block.
+    PARTS: tl.constexpr = 1 if ONE_TILE or BN < 32 else 2
+    for PART in tl.static_range(0, PARTS):
+        start, tiles = tiles_of(low, end, BN, PART, PARTS)
+        for tile in tl.range(0, 1 if ONE_TILE else tiles, num_stages=None if PART == 0 else 1):
+            slot = start + tile * BN + tl.arange(0, BN // (PART + 1))
+            token, real, plane, line, column = tokens_at(
+                slot, end, table_ptr, block, low0, low1, low2, size1, size2, block_size, num_tokens, G1, G2,
+                TABLE, WIDE,
+            )  # fmt: skip
+            x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
             if ROPE:
-                cos1, sin1 = rotation(
-                    rope_ptr,
-                    token,
-                    real,
-                    plane,
-                    line,
-                    column,
-                    turn10,
-                    turn11,
-                    turn12,
-                    BD,
-                    D,
-                    BN,
-                    TD,
-                    ROPE,
-                    DOT,
+                cos0, sin0 = rotation(
+                    rope_ptr, token, real, plane, line, column, turn00, turn01, turn02, 0, D, BD, ROPE, DOT
                 )
-                turned1 = rotate(phi1, cos1, sin1, False, BN, TD)
-            turned1 = operand(turned1, DOT)
-            out0 = dot(turned1, s10, out0, DOT)
+            if TD:
+                x1 = load_part(x_ptr, x_stride_n, token, real, BD, D, TD)
+            rstd = tl.load(rstd_ptr + token, mask=real, other=0.0) if NORM == 1 else 1.0
+            if NORM == 2:
+                rstd = square_sum(x0)
+                if TD:
+                    rstd += square_sum(x1)
+                rstd = tl.rsqrt(rstd / D + norm_eps)
+            phi0 = features(x0, rstd, weight0, feature_eps, 0, D, NORM, False)
+            turned0 = operand(rotate(phi0, cos0, sin0, False) if ROPE else phi0, DOT)
+            # Channels beyond D meet zero rows of the state.
+            out0 = dot(turned0, s00, tl.zeros((token.shape[0], BV), dtype=tl.float32), DOT)
             if TV:
-                out1 = dot(turned1, s11, out1, DOT)
+                out1 = dot(turned0, s01, tl.zeros((token.shape[0], TV), dtype=tl.float32), DOT)
             if DIVIDE and not COUNT:
-                phi1 = phi1 if ROPE else turned1.to(tl.float32)
-                den += tl.sum(phi1 * z1[None, :], axis=1)
-        if DIVIDE:
-            if COUNT:
-                den = spare(out1, DV, BV, TV) + denominator_eps
-            out0 = out0 / den[:, None]
-            if TV:
-                out1 = out1 / den[:, None]
-        if OUT_NORM:
-            scale = square_sum(out0)
-            if TV:
-                scale += square_sum(
-                    tl.where(spare_channel(DV, BV, TV)[None, :], 0.0, out1) if COUNT else out1
+                phi0 = phi0 if ROPE else turned0.to(tl.float32)
+                den = tl.sum(phi0 * z0[None, :], axis=1) + denominator_eps
+            if TD:
+                phi1 = features(x1, rstd, weight1, feature_eps, BD, D, NORM, False)
+                turned1 = phi1
+                if ROPE:
+                    cos1, sin1 = rotation(
+                        rope_ptr,
+                        token,
+                        real,
+                        plane,
+                        line,
+                        column,
+                        turn10,
+                        turn11,
+                        turn12,
+                        BD,
+                        D,
+                        TD,
+                        ROPE,
+                        DOT,
+                    )
+                    turned1 = rotate(phi1, cos1, sin1, False)
+                turned1 = operand(turned1, DOT)
+                out0 = dot(turned1, s10, out0, DOT)
+                if TV:
+                    out1 = dot(turned1, s11, out1, DOT)
+                if DIVIDE and not COUNT:
+                    phi1 = phi1 if ROPE else turned1.to(tl.float32)
+                    den += tl.sum(phi1 * z1[None, :], axis=1)
+            if DIVIDE:
+                if COUNT:
+                    den = spare(out1, DV, BV, TV) + denominator_eps
+                out0 = out0 / den[:, None]
+                if TV:
+                    out1 = out1 / den[:, None]
+            if OUT_NORM:
+                scale = square_sum(out0)
+                if TV and BV < DV:
+                    scale += square_sum(
+                        tl.where(spare_channel(DV, BV, TV)[None, :], 0.0, out1) if COUNT else out1
+                    )
+                scale = tl.rsqrt(scale / DV + out_norm_eps)
+                out0 = out0 * scale[:, None] * channel_weight(out_weight_ptr, 0, DV, BV)[None, :]
+                if TV and BV < DV:
+                    out1 = out1 * scale[:, None] * channel_weight(out_weight_ptr, BV, DV, TV)[None, :]
+            if GATE:
+                gate = load_values(gate_ptr, gate_stride_n, token, real, value_low, 0, DV, BV, TV)
+                out0 = out0 * activated(gate, gate_bias, GATE)
+                if TV and BV < DV:
+                    out1 = out1 * activated(
+                        load_part(gate_ptr, gate_stride_n, token, real, BV, DV, TV), gate_bias, GATE
+                    )
+            if LOCAL:
+                out0 += load_values(local_ptr, local_stride_n, token, real, value_low, 0, DV, BV, TV).to(
+                    tl.float32
                 )
-            scale = tl.rsqrt(scale / DV + out_norm_eps)
-            out0 = out0 * scale[:, None] * channel_weight(out_weight_ptr, 0, DV, BV)[None, :]
-            if TV:
-                out1 = out1 * scale[:, None] * channel_weight(out_weight_ptr, BV, DV, TV)[None, :]
-        if GATE:
-            gate = load_values(gate_ptr, gate_stride_n, token, real, value_low, 0, DV, BV, TV)
-            out0 = out0 * activated(gate, gate_bias, GATE)
-            if TV:
-                out1 = out1 * activated(
-                    load_part(gate_ptr, gate_stride_n, token, real, BV, DV, TV), gate_bias, GATE
-                )
-        if LOCAL:
-            out0 += load_values(local_ptr, local_stride_n, token, real, value_low, 0, DV, BV, TV).to(
-                tl.float32
-            )
-            if TV:
-                out1 += load_part(local_ptr, local_stride_n, token, real, BV, DV, TV).to(tl.float32)
-        store_values(out0, out_ptr, heads * DV, token, real, value_low, 0, DV, BV, TV)
-        if TV:
-            store_part(out1, out_ptr, heads * DV, token, real, BV, DV, TV)
+                if TV and BV < DV:
+                    out1 += load_part(local_ptr, local_stride_n, token, real, BV, DV, TV).to(tl.float32)
+            store_values(out0, out_ptr, heads * DV, token, real, value_low, 0, DV, BV, TV)
+            if TV and BV < DV:
+                store_part(out1, out_ptr, heads * DV, token, real, BV, DV, TV)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from .partition import Partition
 from .rotation import angle_tables
 from .states_backward import pull_back_kernel
 from .states_forward import read_out_kernel, rstd_kernel, summarise_kernel
-from .states_mixing import mix_gradient_kernel, mix_kernel, mix_strip_kernel, spread_kernel
+from .states_mixing import mix_gradient_kernel, mix_kernel, mix_stream_kernel, spread_kernel
 from .triton_configs import Config, MixConfig, Warps, chunk_count, head_group, head_parts, mix_configs
 from .triton_launch import (
     DOT,
@@ -27,6 +27,7 @@ from .triton_launch import (
 
 __all__ = ["Epilogue", "key_gradients", "mix", "mix_gradient", "query_gradients", "read_out", "summarise"]
 
+MIX_PROGRAMS = 264  # of the streaming kernel: two for each multiprocessor of an H200
 _MIX_DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "split"}
 
 
@@ -63,9 +64,14 @@ class _Blocks:
         }
         self.key = tuple(self.constants.values())
 
-    def fit(self, dim: int, value_dim: int, config: Config) -> tuple[Config, dict]:
-        """The configuration and the constants of a launch over these blocks."""
+    def fit(self, dim: int, value_dim: int, config: Config, spare: bool = False) -> tuple[Config, dict]:
+        """The configuration and the constants of a launch over these blocks.
+
+        spare: a value channel more than there are would serve; a part of 16 is added where that is cheap.
+        """
         config, parts = _channels(dim, value_dim, config)
+        if spare and config.BV == value_dim <= 64:
+            parts["TV"] = 16
         return config, {**parts, **self.constants, "ONE_TILE": self.numbers[4] <= config.BN}
 
 
@@ -122,7 +128,7 @@ def summarise(
 
     def start(config: Config) -> None:
         tiles = _value_tiles(value_dim, config)
-        config, constants = blocks.fit(dim, value_dim, config)
+        config, constants = blocks.fit(dim, value_dim, config, spare=mass and not turned)
         triton_launch.launch(
             summarise_kernel, (blocks.programs, tiles), config,
             x, y, blocks.table, angles, rstd, norm_weight, scale, weight, state,
@@ -185,7 +191,7 @@ def read_out(
         tiles = _value_tiles(value_dim, config)
         if after.norm_weight is not None and tiles > 1:
             raise OutOfResources(value_dim, config.BV, "value channels in one tile")
-        config, constants = blocks.fit(dim, value_dim, config)
+        config, constants = blocks.fit(dim, value_dim, config, spare=divide and not turned)
         triton_launch.launch(
             read_out_kernel, (blocks.programs, tiles), config,
             x, blocks.table, angles, rstd, norm_weight, state, out_weight, gate, local, out,
@@ -243,10 +249,11 @@ def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: 
         if config.BN == 0:
             k0 = min(128, power_of_two(max(16, columns)))
             k1 = 0 if columns <= k0 else power_of_two(max(16, columns - k0))
+            around = ceil_div(rows, config.BM) * batch * heads
+            pieces = min(ceil_div(size, config.BP), max(1, MIX_PROGRAMS // around))
             triton_launch.launch(
-                mix_strip_kernel, (ceil_div(size, config.BP) * batch * heads,), Warps(*config[3:]), spread, states,
-                mixed, *sizes, SIZE=size, WIDTH=spread.shape[-1], K0=k0, K1=k1, BM=config.BM, BP=config.BP,
-                REVERSE=True, DOT=kind,
+                mix_stream_kernel, (around * pieces,), Warps(*config[3:]), spread, states, mixed, *sizes, pieces,
+                SIZE=size, WIDTH=spread.shape[-1], K0=k0, K1=k1, BM=config.BM, BP=config.BP, REVERSE=True, DOT=kind,
             )  # fmt: skip
             return
         grid = (ceil_div(rows, config.BM) * ceil_div(size, config.BP) * batch * heads,)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["mix_gradient_kernel", "mix_kernel", "mix_strip_kernel", "spread_kernel"]
+__all__ = ["mix_gradient_kernel", "mix_kernel", "mix_stream_kernel", "spread_kernel"]
 
 _SIZES = ["heads", "rows", "columns", "left_rows", "right_rows", "parts", "padded_rows", "chunks"]
 
@@ -41,13 +41,11 @@ def spread_kernel(
 
 
 @triton.jit
-def weighted_sum(m_ptr, low_part, offset, state, total, DOT: tl.constexpr):
-    m = tl.load(m_ptr + offset)
+def weighted_sum(high, low, state, total, DOT: tl.constexpr):
     if DOT == "split":
-        total = tl.dot(m, state, total)
-        return tl.dot(tl.load(m_ptr + low_part + offset), state, total)
+        return tl.dot(low, state, tl.dot(high, state, total))
     else:
-        return tl.dot(m, state.to(tl.float32), total, input_precision=DOT)
+        return tl.dot(high, state.to(tl.float32), total, input_precision=DOT)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
@@ -79,7 +77,9 @@ def mix_kernel(
             mask=(column < columns)[:, None] & (place < SIZE)[None, :],
             other=0.0,
         )
-        mixed = weighted_sum(m_ptr, low_part, offset, state, mixed, DOT)
+        high = tl.load(m_ptr + offset)
+        low = tl.load(m_ptr + low_part + offset) if DOT == "split" else high
+        mixed = weighted_sum(high, low, state, mixed, DOT)
     tl.store(
         out_ptr + row[:, None] * SIZE + place[None, :],
         mixed.to(out_ptr.dtype.element_ty),
@@ -87,49 +87,49 @@ def mix_kernel(
     )
 
 
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
-def mix_strip_kernel(
-    m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns,
+@triton.jit(do_not_specialize=[*_SIZES, "pieces"], do_not_specialize_on_alignment=[*_SIZES, "pieces"])
+def mix_stream_kernel(
+    m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns, pieces,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
     BM: tl.constexpr, BP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """`mix_kernel` where K0 + K1 >= columns: the strip of all summed states is read once and kept.
+    """`mix_kernel` where K0 + K1 >= columns: a program keeps its rows of m, and strips of all summed states stream by.
 
-    Program (batch and head, strip of BP places fastest); it goes through the row tiles.
+    Program (batch and head, piece of the state, row tile fastest): programs side by side read the same strips.
     """
-    strips = tl.cdiv(SIZE, BP)
-    line = tl.program_id(0) // strips
-    place = tl.program_id(0) % strips * BP + tl.arange(0, BP)
+    tiles = tl.cdiv(rows, BM)
+    line = tl.program_id(0) // (tiles * pieces)
+    tile = tl.program_id(0) % (tiles * pieces)
     if REVERSE:
-        line = tl.num_programs(0) // strips - 1 - line
-    m_ptr += line % heads * stride_h
-    state_ptr += line.to(tl.int64) * columns * SIZE
-    out_ptr += line.to(tl.int64) * rows * SIZE
-    inside = (place < SIZE)[None, :]
-    first = tl.arange(0, K0)
-    state0 = tl.load(
-        state_ptr + first[:, None] * SIZE + place[None, :],
-        mask=(first < columns)[:, None] & inside,
-        other=0.0,
-    )
+        line = tl.num_programs(0) // (tiles * pieces) - 1 - line
+    row = tile % tiles * BM + tl.arange(0, BM)
+    first, second = tl.arange(0, K0), K0 + tl.arange(0, K1 if K1 else 16)
+    m_ptr += line % heads * stride_h + row[:, None] * WIDTH
+    high0 = tl.load(m_ptr + first[None, :])
+    low0 = tl.load(m_ptr + low_part + first[None, :]) if DOT == "split" else high0
     if K1:
-        second = K0 + tl.arange(0, K1)
-        state1 = tl.load(
-            state_ptr + second[:, None] * SIZE + place[None, :],
-            mask=(second < columns)[:, None] & inside,
+        high1 = tl.load(m_ptr + second[None, :])
+        low1 = tl.load(m_ptr + low_part + second[None, :]) if DOT == "split" else high1
+    state_ptr += line.to(tl.int64) * columns * SIZE
+    out_ptr += line.to(tl.int64) * rows * SIZE + row[:, None] * SIZE
+    for strip in range(tile // tiles, tl.cdiv(SIZE, BP), pieces):
+        place = strip * BP + tl.arange(0, BP)
+        inside = (place < SIZE)[None, :]
+        state = tl.load(
+            state_ptr + first[:, None] * SIZE + place[None, :],
+            mask=(first < columns)[:, None] & inside,
             other=0.0,
         )
-    for start in range(0, rows, BM):
-        row = start + tl.arange(0, BM)
-        offset = row[:, None] * WIDTH + first[None, :]
-        mixed = weighted_sum(m_ptr, low_part, offset, state0, tl.zeros((BM, BP), dtype=tl.float32), DOT)
+        mixed = weighted_sum(high0, low0, state, tl.zeros((BM, BP), dtype=tl.float32), DOT)
         if K1:
-            offset = row[:, None] * WIDTH + second[None, :]
-            mixed = weighted_sum(m_ptr, low_part, offset, state1, mixed, DOT)
+            state = tl.load(
+                state_ptr + second[:, None] * SIZE + place[None, :],
+                mask=(second < columns)[:, None] & inside,
+                other=0.0,
+            )
+            mixed = weighted_sum(high1, low1, state, mixed, DOT)
         tl.store(
-            out_ptr + row[:, None] * SIZE + place[None, :],
-            mixed.to(out_ptr.dtype.element_ty),
-            mask=(row < rows)[:, None] & inside,
+            out_ptr + place[None, :], mixed.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & inside
         )
 
 

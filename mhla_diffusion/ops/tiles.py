@@ -20,10 +20,27 @@ SIZES = [
 ]  # fmt: skip
 
 
+# Added to a float32 below 2^22 in magnitude it rounds to the nearest integer, which the low bits then hold: on the
+# ordinary units, where conversions take four times as long.
+ROUNDER = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def rounded(x):
+    return x + ROUNDER - ROUNDER
+
+
+@triton.jit
+def as_integer(x):
+    """The integer that a float32 below 2^22 holds."""
+    return (x + ROUNDER).to(tl.int32, bitcast=True) - 0x4B400000
+
+
 @triton.jit
 def quotient(number, divisor):
-    """number // divisor, exact below 2^20, by one product: an integer division costs some 25 instructions per token."""
-    return ((number.to(tl.float32) + 0.5) * (1.0 / divisor.to(tl.float32))).to(tl.int32)
+    """number // divisor of whole float32 numbers below 2^20: a division costs some 25 instructions per token."""
+    inverse = 1.0 / divisor
+    return rounded(number * inverse + (0.5 * inverse - 0.5))
 
 
 @triton.jit
@@ -41,6 +58,17 @@ def locate(rows, heads, head_group, REVERSE: tl.constexpr):
     index = index // rows
     groups = heads // head_group
     return (index // groups).to(tl.int64), (index % groups * head_group + inner).to(tl.int64), row
+
+
+@triton.jit
+def tiles_of(low, end, BN: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
+    """(first slot, number of tiles) of the tiles of BN slots (PART 0), or of the one of BN / 2 that may follow them."""
+    whole = tl.cdiv(end - low, BN) if PARTS == 1 else tl.cdiv(tl.maximum(end - low - BN // 2, 0), BN)
+    if PART == 0:
+        return low, whole
+    else:
+        low += whole * BN
+        return low, tl.where(low < end, 1, 0)
 
 
 @triton.jit
@@ -66,23 +94,25 @@ def tokens_at(
 ):  # fmt: skip
     """Of the slots of a block: token ids, whether each is a real token, and its place on the three axes.
 
-    A table tells no places. WIDE: offsets need 64 bits.
+    Places are whole float32 numbers; a table tells none. WIDE: offsets need 64 bits.
     """
     if TABLE:
         token = tl.load(table_ptr + block.to(tl.int64) * block_size + slot, mask=slot < end, other=-1)
         real = (token >= 0) & (token < num_tokens)
         token = tl.where(real, token, 0)
-        plane = slot
-        row = slot
-        column = slot
+        plane = slot.to(tl.float32)
+        row = plane
+        column = plane
     else:
+        real = slot < end
+        slot = slot.to(tl.float32)
+        size1, size2 = size1.to(tl.float32), size2.to(tl.float32)
         line = quotient(slot, size2)
         sheet = quotient(line, size1)
-        plane = low0 + sheet
-        row = low1 + (line - sheet * size1)
-        column = low2 + (slot - line * size2)
-        token = (plane * G1 + row) * G2 + column
-        real = slot < end
+        plane = low0.to(tl.float32) + sheet
+        row = low1.to(tl.float32) + (line - sheet * size1)
+        column = low2.to(tl.float32) + (slot - line * size2)
+        token = as_integer((plane * G1.to(tl.float32) + row) * G2.to(tl.float32) + column)
     if WIDE:
         return token.to(tl.int64), real, plane, row, column
     else:
@@ -213,7 +243,7 @@ def norm_weight_of(
 
 @triton.jit
 def square_sum(x):
-    x = x.to(tl.float32)
+    x = widened(x)
     return tl.sum(x * x, axis=1)
 
 
@@ -229,7 +259,7 @@ def features(
     if NORM == 0 and x.dtype == tl.bfloat16:
         phi = features_of_pairs(x, feature_eps)
     else:
-        x = x.to(tl.float32)
+        x = widened(x)
         if NORM:
             x = x * rstd[:, None] * weight[None, :]
         # Written so that NaN stays NaN: a non-finite activation has to surface, not turn into 0.
@@ -259,6 +289,22 @@ def features_of_pairs(x, feature_eps):
 
 
 @triton.jit
+def widened(x):
+    """float32 of a tile. bfloat16 in pairs, by one instruction for each number."""
+    if x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;",
+            "=r,=r,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def frequencies_of(rope_ptr, LOW: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, ROPE: tl.constexpr):
     """ROPE 2: radians per token on each of three axes, `(PART / 2,)`, of the pairs of channels LOW .. LOW + PART."""
     if ROPE == 2 and PART > 0:
@@ -276,7 +322,7 @@ def frequencies_of(rope_ptr, LOW: tl.constexpr, D: tl.constexpr, PART: tl.conste
 @triton.jit
 def rotation(
     rope_ptr, token, real, plane, row, column, turn0, turn1, turn2,
-    LOW: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, PART: tl.constexpr, ROPE: tl.constexpr, DOT: tl.constexpr,
+    LOW: tl.constexpr, D: tl.constexpr, PART: tl.constexpr, ROPE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """cos and sin of the tokens' angles, `(BN, PART / 2)` float32.
 
@@ -285,12 +331,10 @@ def rotation(
     """
     if ROPE == 1:
         pairs = load_part(rope_ptr, D, token, real, LOW, D, PART).to(tl.float32)
-        cos, sin = tl.split(tl.reshape(pairs, (BN, PART // 2, 2)))
+        cos, sin = tl.split(tl.reshape(pairs, (token.shape[0], PART // 2, 2)))
     else:
         angle = (
-            plane.to(tl.float32)[:, None] * turn0[None, :]
-            + row.to(tl.float32)[:, None] * turn1[None, :]
-            + column.to(tl.float32)[:, None] * turn2[None, :]
+            plane[:, None] * turn0[None, :] + row[:, None] * turn1[None, :] + column[:, None] * turn2[None, :]
         )
         if DOT == "bf16":
             cos = approximate(angle, "cos.approx.f32 $0, $1;")
@@ -306,13 +350,13 @@ def approximate(angle, INSTRUCTION: tl.constexpr):
 
 
 @triton.jit
-def rotate(x, cos, sin, INVERSE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
-    """Turn the channel pairs (0, 1), (2, 3), ... of a tile by cos and sin (BN, BD / 2), or back; float32."""
-    even, odd = tl.split(tl.reshape(x.to(tl.float32), (BN, BD // 2, 2)))
+def rotate(x, cos, sin, INVERSE: tl.constexpr):
+    """Turn the channel pairs (0, 1), (2, 3), ... of a tile (BN, BD) by cos and sin (BN, BD / 2), or back; float32."""
+    even, odd = tl.split(tl.reshape(widened(x), (x.shape[0], x.shape[1] // 2, 2)))
     if INVERSE:
-        return tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), (BN, BD))
+        return tl.reshape(tl.join(even * cos + odd * sin, odd * cos - even * sin), x.shape)
     else:
-        return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (BN, BD))
+        return tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), x.shape)
 
 
 @triton.jit

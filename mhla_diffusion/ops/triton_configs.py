@@ -37,7 +37,7 @@ class Warps(NamedTuple):
 class MixConfig(NamedTuple):
     """Tiles of the mixing GEMM: BM blocks, BP places in a state, BN summed blocks (or places, for its gradient).
 
-    BN 0: all summed blocks at once, for up to 256 of them.
+    BN 0: all summed blocks at once, for up to 256 of them; a program then keeps its rows of the coefficients.
     """
 
     BM: int
@@ -84,10 +84,12 @@ _BY_KERNEL = {
     ("read_out", 9, 16, 80): Config(64, 64, 4, 2),
     ("query_gradients", 9, 16, 80): Config(64, 64, 4, 2),
     ("key_gradients", 9, 16, 80): Config(64, 64, 4, 2),
-    ("read_out", 9, 16, 128): Config(64, 128, 8, 3),
-    ("query_gradients", 9, 16, 128): Config(32, 128, 4, 3),
+    ("read_out", 9, 16, 128): Config(64, 128, 4, 1),
+    ("query_gradients", 9, 16, 128): Config(16, 128, 4, 3),
     ("key_gradients", 9, 16, 128): Config(64, 128, 4, 2),
 }
+# Faster with rows to spare than with tiles too short for Hopper's matrix instructions.
+_WHOLE_TILES = {("query_gradients", 9, 16, 80), ("key_gradients", 9, 16, 80)}
 _MIX = {16: MixConfig(64, 256, 32, 4, 3), 32: MixConfig(32, 64, 32, 4, 2)}
 _MIX_GRADIENT = {16: MixConfig(64, 64, 64, 4, 4), 32: MixConfig(32, 32, 32, 4, 2)}
 
@@ -169,10 +171,9 @@ def _launch_configs(
     generation: int, dot_bits: int, padded_dim: int, block_size: int, kernel: str
 ) -> tuple[Config, ...]:
     place = (9 if generation >= 9 or generation == 0 else 8, dot_bits)
-    default = _TABLE[*place, padded(padded_dim)]
-    config: Config | None = fitted(
-        _BY_KERNEL.get((kernel, *place, padded_dim), default), padded_dim, block_size
-    )
+    config: Config | None = _BY_KERNEL.get((kernel, *place, padded_dim), _TABLE[*place, padded(padded_dim)])
+    if (kernel, *place, padded_dim) not in _WHOLE_TILES:
+        config = fitted(config, padded_dim, block_size)
     configs = []
     while config is not None:
         configs.append(config)
@@ -195,6 +196,8 @@ def _mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> tuple[
         config = config._replace(BN=min(config.BN, _tile(summed)))
     else:
         config = config._replace(BP=min(config.BP, _tile(summed)))
+        if blocks > 64:
+            config = config._replace(num_stages=min(config.num_stages, 3))
     narrow = config._replace(BP=min(config.BP, 32), num_stages=1)
     return config, narrow, narrow._replace(BN=16)
 
