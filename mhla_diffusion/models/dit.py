@@ -72,6 +72,21 @@ class MHLADiTTransformerBlock(nn.Module):
         return hidden_states + gate_ff * self.ff(x)
 
 
+def embedded(
+    embedder: nn.Module, timestep: torch.Tensor, class_labels: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """`embedder(timestep, class_labels)`, `(B, C)` in x's dtype, on x's device also while its weights lie elsewhere.
+
+    Offloading by blocks fetches a layer's weights when the layer runs; its embedder runs before that.
+    """
+    weights = dict(embedder.named_parameters())
+    arguments, options = (timestep, class_labels), {"hidden_dtype": x.dtype}
+    if all(p.device == x.device or p.is_meta for p in weights.values()):
+        return embedder(*arguments, **options)
+    near = {name: p.to(x.device, non_blocking=True) for name, p in weights.items()}
+    return torch.func.functional_call(embedder, near, arguments, options)
+
+
 # Block caches (FirstBlockCache and the like) find a layer's inputs and outputs by its exact class.
 TransformerBlockRegistry.register(
     MHLADiTTransformerBlock,
@@ -243,7 +258,7 @@ class MHLADiTTransformer2DModel(
 
         x = self.pos_embed(hidden_states)  # (B, N, C)
         embedder = self.transformer_blocks[0].norm1.emb
-        conditioning = embedder(timestep, class_labels, hidden_dtype=x.dtype)  # (B, C)
+        conditioning = embedded(embedder, timestep, class_labels, x)  # (B, C)
         for layer in self.transformer_blocks:
             # A layer whose embedder is the first one's own module need not embed again.
             shared = conditioning if layer.norm1.emb is embedder else None
