@@ -76,6 +76,7 @@ def measure(
                 "host_ms": host_milliseconds(calls[0], device),
                 "target_ms": case.target[backward],
                 "target_ratio": case.ratio[backward],
+                "target_memory_mb": None if backward else case.memory,
                 "target_met": None,
             }
         )
@@ -106,6 +107,8 @@ def judge(rows: Sequence[dict], cases: Sequence[Case]) -> None:
         met = [] if row["target_ms"] is None else [row["ours_ms"] <= row["target_ms"]]
         if row["target_ratio"] is not None and row["ratio_vs_cudnn"] is not None:
             met.append(row["ratio_vs_cudnn"] >= row["target_ratio"])
+        if row["target_memory_mb"] is not None and row["extra_memory_mb"] is not None:
+            met.append(row["extra_memory_mb"] <= row["target_memory_mb"])
         row["target_met"] = all(met) if met else None
 
 
@@ -164,6 +167,7 @@ class _Run:
             "first_call": [],
             "kernels": [],
             "forms": [],
+            "largest_regret": None,
             "left_out": [],
         }
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -229,6 +233,8 @@ def run(
     for case in forms:
         found = run.step("forms", case.name, lambda case=case: [compare_forms(case, device, dtype, repeats)])
         print(*[json.dumps(row) for row in found], sep="\n", flush=True)
+    regrets = [row["regret"] for row in run.result["forms"] if row.get("regret") is not None]
+    run.result["largest_regret"] = max(regrets, default=None)
     for row, case in measured:
         if compiled and time.monotonic() < run.end:
             peers(row, case, COMPILED)

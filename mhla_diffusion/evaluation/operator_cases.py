@@ -15,8 +15,12 @@ __all__ = ["CASES", "EVEN", "FORM_CASES", "SCALING", "Case", "Inputs", "floors",
 
 
 class Case(NamedTuple):
-    """One shape. fused: q and k before their norms, output norm and gate in the store. target, ratio: forward, both; in
-    ms, and times faster than cuDNN's softmax. like: the case whose time for a token this one's is compared with."""
+    """One shape.
+
+    fused: q and k before their norms, output norm and gate in the store. graph: timed as a CUDA graph's replay.
+    target, ratio: of forward and of both directions, at most ms, at least times faster than cuDNN's softmax.
+    memory: at most MB that a forward pass takes beside its output. like: the case whose time for a token counts.
+    """
 
     name: str
     batch: int
@@ -31,13 +35,14 @@ class Case(NamedTuple):
     backward: bool = False
     target: tuple[float | None, float | None] = (None, None)
     ratio: tuple[float | None, float | None] = (None, None)
+    memory: float | None = None
     like: str = ""
 
 
 WAN = {"heads": 12, "block_grid": (3, 5, 10), "dim": 128, "rope": True, "normalizer": "none"}
 EVEN = "wan 480x800x81"
 CASES = [
-    Case(EVEN, 1, grid=(21, 30, 50), backward=True, target=(0.20, 0.90), ratio=(50, 44), **WAN),
+    Case(EVEN, 1, grid=(21, 30, 50), backward=True, target=(0.20, 0.90), ratio=(50, 44), memory=140, **WAN),
     Case(f"{EVEN}, paper", 1, grid=(21, 30, 50), target=(0.24, None), **{**WAN, "normalizer": "paper"}),
     Case(f"{EVEN}, norms and gate", 1, grid=(21, 30, 50), fused=True, target=(0.28, None), **WAN),
     Case("wan 480x832x81, ragged", 1, grid=(21, 30, 52), like=EVEN, **WAN),
@@ -76,7 +81,7 @@ def small(case: Case) -> Case:
     nothing = (None, None)
     return case._replace(
         name=name, batch=1, heads=2, grid=grid, dim=min(case.dim, 24), graph=False, target=nothing, ratio=nothing,
-        like="",
+        memory=None, like="",
     )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ def _measured(rows: Sequence[dict]) -> list[str]:
         met = {True: "yes", False: "no", None: "-"}[row["target_met"]]
         wanted = [] if row["target_ms"] is None else [f"<={_ms(row['target_ms'])}"]
         wanted += [] if row["target_ratio"] is None else [f">={row['target_ratio']:g}x"]
+        wanted += [] if row["target_memory_mb"] is None else [f"<={row['target_memory_mb']:g} MB"]
         extra = "-" if row["extra_memory_mb"] is None else f"{row['extra_memory_mb']:.1f}"
         lines.append(
             (
@@ -131,6 +132,8 @@ def as_table(result: dict) -> str:
         ]
     if forms := [row for row in result["forms"] if "error" not in row]:
         lines += ["", "both forms, in ms; regret of the chosen form's forward pass", *_forms(forms)]
+    if result["largest_regret"] is not None:
+        lines.append(f"largest regret {100 * result['largest_regret']:.0f} %")
     parts = ("rows", "first_call", "kernels", "forms")
     lines += [one_line(row) for part in parts for row in result[part] if "error" in row]
     if result["left_out"]:
