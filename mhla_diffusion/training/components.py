@@ -177,7 +177,8 @@ def _pipeline_class_and_defaults(base: Path, recipe: Recipe, by_class: bool) -> 
     return cls, {**stored, **model.defaults, **trained}
 
 
-def _converted(transformer: nn.Module, options: ConvertConfig) -> nn.Module:
+def converted(transformer: nn.Module, options: ConvertConfig) -> nn.Module:
+    """A stock transformer as [model.convert] says; ValueError when it is an MHLA model already."""
     from mhla_diffusion import convert
     from mhla_diffusion.models.convert import restore
 
@@ -250,21 +251,26 @@ def build_components(recipe: Recipe) -> Components:
         from .class_models import prepare_for_training
 
         prepare_for_training(parts.transformer)
-    if model.train in LORA:
-        from peft import LoraConfig as PeftConfig
-
-        settings = PeftConfig(
-            r=model.lora.rank, lora_alpha=model.lora.alpha, target_modules=model.lora.targets
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derived_seed(recipe.run.seed, "adapters"))
-            parts.transformer.add_adapter(settings)
+    add_adapters(parts.transformer, recipe)
     if model.train_text_encoder and parts.instruction:
         raise ValueError(
             f"recipe: {base} puts an instruction before every prompt, which is supported with a frozen text encoder "
             "only; write model.train_text_encoder = false"
         )
     return parts
+
+
+def add_adapters(transformer: nn.Module, recipe: Recipe) -> None:
+    """Fresh LoRA pairs, a function of `run.seed`, where the recipe trains some."""
+    if recipe.model.train not in LORA:
+        return
+    from peft import LoraConfig as PeftConfig
+
+    lora = recipe.model.lora
+    settings = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derived_seed(recipe.run.seed, "adapters"))
+        transformer.add_adapter(settings)
 
 
 def _loaded_transformer(base: Path) -> nn.Module:
@@ -281,7 +287,7 @@ def _text_components(recipe: Recipe, base: Path, cls: type, defaults: dict) -> C
     if model.new_classes:
         raise ValueError("recipe: model.new_classes is for DiT, which is told classes; take it out")
     if model.convert is not None:
-        transformer = _converted(transformer, model.convert)
+        transformer = converted(transformer, model.convert)
     if model.text_encoder is not None:
         text_encoder = fresh_text_encoder(model, len(tokenizer))
     else:
@@ -305,7 +311,7 @@ def _class_components(recipe: Recipe, base: Path, kind: str, cls: type, defaults
         transformer = _loaded_transformer(base)
         classes = known_classes(transformer, recipe, defaults.get("id2label"))
         if model.convert is not None:
-            transformer = _converted(transformer, model.convert)
+            transformer = converted(transformer, model.convert)
         transformer = held_in_ours(transformer)
     defaults = {**defaults, "id2label": classes.id2label}
     return Components(cls, base, None, scheduler, transformer, None, defaults, classes.numbers)

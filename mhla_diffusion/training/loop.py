@@ -73,13 +73,13 @@ def train(recipe: Recipe, resume: str | Path | None = None) -> Result:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if recipe.run.tf32 else "highest")
     try:
-        return _Training(recipe, resume).fit()
+        return Training(recipe, resume).fit()
     finally:
         torch.set_float32_matmul_precision(precision)
         torch.compiler.reset()  # else a few runs in one process reach the limit of compiled variants
 
 
-class _Training(Session):
+class Training(Session):
     """`fit` is the loop; `Session` has built everything it uses."""
 
     def fit(self) -> Result:

@@ -105,7 +105,7 @@ class Session:
         self.device = self.accelerator.device
         self.main = self.accelerator.is_main_process
         check_writable(self.checkpoints, "run.out")
-        self.parts = build_components(recipe)
+        self.parts = self._components()
         self._build_data()
         self._build_model()
         self.first_step = self._first_step()
@@ -113,6 +113,15 @@ class Session:
         if saved:
             self._restore(*saved)
         self.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    def _components(self) -> Components:
+        return build_components(self.recipe)
+
+    def diffusion_steps(self) -> int | None:
+        """Steps of the diffusion that is trained; None with flow matching."""
+        by_class = self.parts.class_numbers is not None
+        diffusion = loss_kind(self.recipe, by_class) == "diffusion"
+        return self.parts.scheduler.config.num_train_timesteps if diffusion else None
 
     def _build_data(self) -> None:
         recipe, parts = self.recipe, self.parts
@@ -126,9 +135,7 @@ class Session:
         else:
             length = recipe.data.max_sequence_length or parts.max_sequence_length
             table = caption_table(encoded, parts, recipe.model.train_text_encoder, length, self.device)
-        diffusion = loss_kind(recipe, by_class) == "diffusion"
-        steps = parts.scheduler.config.num_train_timesteps if diffusion else None
-        self.feed = Feed(encoded, table, recipe, self.device, diffusion_steps=steps)
+        self.feed = Feed(encoded, table, recipe, self.device, self.diffusion_steps())
 
     def _build_model(self) -> None:
         recipe, parts = self.recipe, self.parts

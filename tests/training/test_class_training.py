@@ -17,7 +17,7 @@ from mhla_diffusion.models.adapters import load_adapter
 from mhla_diffusion.training import run
 from mhla_diffusion.training.classes import class_names, class_numbers, emoji_labels
 from mhla_diffusion.training.components import build_components
-from mhla_diffusion.training.loop import _Training
+from mhla_diffusion.training.loop import Training
 from mhla_diffusion.training.recipe import load_recipe
 
 SAMPLE = Path(__file__).resolve().parents[2] / "assets" / "emoji_sample.tar"
@@ -161,7 +161,7 @@ def test_flow_matching_of_a_dit_draws_with_a_flow_scheduler(class_recipe):
 
 
 def test_labels_drop_to_the_null_class_and_steps_are_uniform(class_recipe):
-    job = _Training(load_recipe(class_recipe(), ["data.caption_dropout=0.3", "run.batch_size=9"]), None)
+    job = Training(load_recipe(class_recipe(), ["data.caption_dropout=0.3", "run.batch_size=9"]), None)
     labels, times = [], []
     for step in range(60):
         draw = job.feed.draw(step)
@@ -177,8 +177,8 @@ def test_labels_drop_to_the_null_class_and_steps_are_uniform(class_recipe):
 
 
 def test_mirrored_pictures_double_the_set(class_recipe):
-    job = _Training(load_recipe(class_recipe("a"), ["data.flip=true"]), None)
-    plain = _Training(load_recipe(class_recipe("b")), None)
+    job = Training(load_recipe(class_recipe("a"), ["data.flip=true"]), None)
+    plain = Training(load_recipe(class_recipe("b")), None)
     assert job.feed.order.bucket_sizes == [18] and plain.feed.order.bucket_sizes == [9]
     assert (
         torch.equal(job.feed.latents[0][:9], plain.feed.latents[0]) and job.fingerprint != plain.fingerprint
@@ -249,7 +249,7 @@ def test_a_softmax_dit_of_this_trainer_is_adapted_by_a_second_run(class_recipe, 
     longer = run(class_recipe("original"), [*softmax_only, "run.steps=9"], resume="auto")
     assert longer.step == 9
     feeds = [
-        _Training(load_recipe(path, overrides), None).feed
+        Training(load_recipe(path, overrides), None).feed
         for path, overrides in ((class_recipe("a"), softmax_only), (adapt("b"), settings))
     ]
     left, right = (feed.rows(feed.draw(7), slice(0, 4)) for feed in feeds)
@@ -301,7 +301,7 @@ def test_new_classes_get_new_embeddings_and_the_null_class_stays(adapt, stock):
 )
 def test_faults_are_one_line(class_recipe, overrides, message):
     with pytest.raises(ValueError) as caught:
-        _Training(load_recipe(class_recipe(), overrides), None)
+        Training(load_recipe(class_recipe(), overrides), None)
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -337,7 +337,7 @@ def test_classes_of_the_emoji_set_and_of_a_listing(class_recipe, tmp_path, class
     assert len(names) == 8 and "food-fruit" in names
     recipe.data.label = "group"
     assert class_names(recipe.data) == ["animals-nature", "food-drink", "objects", "travel-places"]
-    job = _Training(load_recipe(class_recipe(), [*emoji, "model.transformer.sample_size=8"]), None)
+    job = Training(load_recipe(class_recipe(), [*emoji, "model.transformer.sample_size=8"]), None)
     train = emoji_labels(SAMPLE, "subgroup", "train")
     labels = job.feed.values[job.feed.choice[0][:, 0]].tolist()
     assert labels == [

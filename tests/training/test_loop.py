@@ -138,7 +138,7 @@ def test_a_non_finite_loss_stops_the_run_with_its_step(recipe_file, tmp_path, mo
 
 
 def training(path, overrides=()):
-    return loop._Training(load_recipe(path, overrides), None)
+    return loop.Training(load_recipe(path, overrides), None)
 
 
 def test_a_bad_step_never_reaches_the_weights(recipe_file):
