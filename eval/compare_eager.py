@@ -61,19 +61,24 @@ def in_turns(calls: dict[str, Callable[[], object]], turns: int) -> dict[str, fl
 
 
 def calls(module: types.ModuleType, batch: int, grid: tuple[int, ...]) -> dict[str, Callable[[], object]]:
-    """Forward without gradients, and forward and backward, on fixed random inputs."""
+    """Forward without gradients, and forward and backward, on fixed random inputs; gate and local branch included."""
     tokens = math.prod(grid)
-    q, k, v, grad = torch.randn(4, batch, tokens, HEADS, DIM, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, gate, local, grad = torch.randn(6, batch, tokens, HEADS, DIM, generator=generator)
     mixing = initial_mixing(BLOCKS)
     part = grid_partition(grid, BLOCKS, tokens, q.device)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v, mixing)]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v, mixing, gate, local)]
+
+    def attend(q, k, v, mixing, gate, local) -> torch.Tensor:
+        out = module.eager_core(q, k, v, mixing, part, part)
+        return module.epilogue(out, None, 1e-6, gate, 1.2784645, local)
 
     def forward() -> torch.Tensor:
         with torch.inference_mode():
-            return module.eager_core(q, k, v, mixing, part, part)
+            return attend(q, k, v, mixing, gate, local)
 
     def both() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(module.eager_core(*leaves, part, part), leaves, grad)
+        return torch.autograd.grad(attend(*leaves), leaves, grad)
 
     return {"forward": forward, "forward_backward": both}
 

@@ -209,7 +209,7 @@ def epilogue(out: torch.Tensor, norm_weight, norm_eps: float, gate, gate_bias, l
     return out
 
 
-# Elements of q that a piece of the work holds: with its few temporaries it stays in a core's own cache, and the
+# Elements of q that a piece of the work holds for each thread: with its few temporaries it stays in a core's own cache, and the
 # allocator hands the same memory out again, which fresh pages for temporaries of the whole size would not allow.
 _PIECE = 1 << 17
 
@@ -217,7 +217,7 @@ _PIECE = 1 << 17
 def _pieces(q: torch.Tensor, v: torch.Tensor) -> list[tuple[slice, slice]]:
     """(items, heads) that are computed one after the other: every head of every item stands alone."""
     batch, tokens, heads, dim = q.shape
-    size = max(_PIECE, torch.get_num_threads() << 16)  # every thread has its share
+    size = _PIECE * torch.get_num_threads()
     lines = max(1, size // (max(tokens, v.shape[1]) * max(dim, v.shape[-1])))
     if lines >= heads:
         step = lines // heads
