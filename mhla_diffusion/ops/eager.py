@@ -209,7 +209,7 @@ def epilogue(out: torch.Tensor, norm_weight, norm_eps: float, gate, gate_bias, l
     return out
 
 
-# Elements of q that a piece of the work holds for each thread: with its few temporaries it stays in a core's own cache, and the
+# Elements of q in a piece of the work, for each thread. With its few temporaries it stays in a core's cache, and the
 # allocator hands the same memory out again, which fresh pages for temporaries of the whole size would not allow.
 _PIECE = 1 << 17
 
