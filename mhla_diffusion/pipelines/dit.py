@@ -89,7 +89,7 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
         transformer: DiTTransformer2DModel | MHLADiTTransformer2DModel,
         vae: AutoencoderKL | AutoencoderDC,
         scheduler: KarrasDiffusionSchedulers,
-        id2label: dict[int, str] | None = None,
+        id2label: dict[int, str] | dict[str, str] | None = None,
         guidance_channels: int | None = None,
         default_steps: int = 50,
         default_guidance_scale: float = 4.0,

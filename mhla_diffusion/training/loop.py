@@ -294,7 +294,7 @@ class Training(Session):
         trained = sum(p.numel() for p in self.parameters.values())
         print(
             f'{self.recipe.run.name}: model.train = "{self.recipe.model.train}" trains {len(self.parameters)} tensors, '
-            f"{trained:,} of {sum(counts.values()):,} numbers: {listed(self.parameters)}"
+            f"{trained:,} of {sum(counts.values()):,} numbers (names in run.json): {listed(self.parameters)}"
         )
         facts = {
             "recipe": dataclasses.asdict(self.recipe),

@@ -63,12 +63,12 @@ def trainable(transformer: nn.Module, which: str) -> list[str]:
 
 
 def listed(parameters: dict[str, nn.Parameter]) -> str:
-    """The parameters in words: each kind once, with `*` for the layers' numbers and how many there are."""
+    """The parameters in few words: each module once, with `*` for the layers' numbers, and how many tensors it has."""
     counts: dict[str, int] = {}
     for name in parameters:
-        kind = re.sub(r"\.\d+\.", ".*.", name, count=1)
-        counts[kind] = counts.get(kind, 0) + 1
-    return ", ".join(kind if count == 1 else f"{kind} ({count})" for kind, count in counts.items())
+        module = re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0] or name, count=1)
+        counts[module] = counts.get(module, 0) + 1
+    return ", ".join(f"{module} ({count})" for module, count in counts.items())
 
 
 def decays(name: str, parameter: torch.Tensor) -> bool:

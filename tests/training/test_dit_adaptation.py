@@ -1,0 +1,100 @@
+"""A softmax DiT, its adaptation to MHLA and the curves of both, from the shipped recipes at toy size."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from mhla_diffusion.training import run
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "train" / "recipes"
+SMALL = [
+    "model.transformer.num_layers=2",
+    "model.transformer.num_attention_heads=2",
+    "model.transformer.attention_head_dim=8",
+]
+
+
+@pytest.fixture(scope="module")
+def program():
+    spec = importlib.util.spec_from_file_location("dit_adaptation", ROOT / "train" / "dit_adaptation.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Folders of the original, which went on after it was adapted, and of two adaptations."""
+    folder = tmp_path_factory.mktemp("runs")
+    common = [
+        f"model.base={ROOT}/pipelines/sana-mhla-emoji", f"data.path={ROOT}/assets/emoji_sample.tar", "run.device=cpu",
+        "run.compile=false", "run.mixed_precision=no", "run.batch_size=4", "run.log_every=2", "run.tracker=none",
+        f"data.cache={folder}/cache", "optimizer.warmup=2", "sample.every=4", "sample.steps=2",
+        'sample.prompts=["food-fruit"]',
+    ]  # fmt: skip
+    original = [*common, *SMALL, f"run.out={folder}/original"]
+    run(RECIPES / "dit-emoji.toml", [*original, "run.steps=4"])
+    adaptation = [*common, f"model.base={folder}/original/pipeline", "run.first_step=4", "run.steps=8"]
+    for train in ("all", "mixing"):
+        changes = [f'model.train="{train}"', f"run.out={folder}/{train}"]
+        run(RECIPES / "dit-emoji-mhla.toml", [*adaptation, *changes])
+    run(RECIPES / "dit-emoji.toml", [*original, "run.steps=8"], resume="auto")
+    return folder
+
+
+def call(program, monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["dit_adaptation.py", *map(str, arguments)])
+    return program.main()
+
+
+def test_curves_and_numbers_of_both(program, runs, tmp_path, monkeypatch, capsys):
+    adapted = [runs / "all", runs / "mixing"]
+    assert (
+        call(
+            program,
+            monkeypatch,
+            "--original",
+            runs / "original",
+            "--adapted",
+            *adapted,
+            "--out",
+            tmp_path / "x",
+        )
+        == 0
+    )
+    facts = json.loads((tmp_path / "x.json").read_text())
+    assert facts["softmax"]["steps"] == [2, 4, 6, 8] and len(facts["softmax"]["loss"]) == 4
+    first, second = facts["adapted"]
+    assert first["steps"] == [6, 8] and first["name"] == "MHLA, trained: all"
+    assert second["trained_parameters"] == 2 * 16 * 16
+    said = first["comparison"]
+    assert said["first_window_softmax"] == facts["softmax"]["loss"][2] and said["first_step"] == 4
+    for entry in (facts["softmax"], facts["converted_untrained"], first, second):
+        assert all(0 < loss < 2 for loss in entry["unseen"].values())
+    assert facts["softmax"]["unseen"] != facts["converted_untrained"]["unseen"]
+    assert str(runs) not in json.dumps(facts["softmax"]["recipe"]["run"])
+    with Image.open(tmp_path / "x.png") as picture:
+        assert picture.width > 1000
+    assert "MHLA, trained: mixing: loss" in capsys.readouterr().out
+
+
+def test_runs_that_cannot_be_compared_are_told(program, runs, tmp_path, monkeypatch, capsys):
+    out = ["--out", tmp_path / "x"]
+    assert call(program, monkeypatch, "--original", tmp_path, *out) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert call(program, monkeypatch, "--original", runs / "all", "--adapted", runs / "original", *out) == 2
+    assert "is no adaptation: its recipe has no [model.convert]" in capsys.readouterr().err
+    short = program.read_run(runs / "original")
+    short = {**short, "steps": short["steps"][:2]}
+    with pytest.raises(
+        ValueError, match="ends at step 4: let it go on with mhla train ... --set run.steps=8"
+    ):
+        program.check_pair(short, program.read_run(runs / "all"))
+    other = program.read_run(runs / "all")
+    other["recipe"]["run"]["seed"] = 7
+    with pytest.raises(ValueError, match="run.seed is 7 in .* would not show the same batches"):
+        program.check_pair(program.read_run(runs / "original"), other)
