@@ -9,6 +9,8 @@ from mhla_diffusion.blocks import block_table
 from mhla_diffusion.ops import derived, mhla_attention, triton_configs
 from mhla_diffusion.ops.derived import interleaved_angles
 
+pytestmark = pytest.mark.usefixtures("poisoned_buffers")
+
 GATE_BIAS = 1.2784645
 
 
