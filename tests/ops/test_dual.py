@@ -9,17 +9,7 @@ from mhla_diffusion.ops.dispatch import dual_obstacle, form_costs
 from mhla_diffusion.ops.partition import grid_partition
 from mhla_diffusion.ops.registration import mhla_dual, mhla_dual_backward, mhla_forward
 
-
-@pytest.fixture(autouse=True)
-def poisoned_buffers(monkeypatch):
-    """Fill fresh buffers with NaN: an element that a kernel leaves unwritten shows."""
-    empty = torch.empty
-
-    def poisoned(*args, **kwargs):
-        buffer = empty(*args, **kwargs)
-        return buffer.fill_(float("nan")) if buffer.is_floating_point() else buffer
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
 
 GRIDS = [
