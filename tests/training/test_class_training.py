@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DiTPipeline
+from no_host_read import NoHostRead
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_dit import LABELS, stock_pipeline, stock_transformer
@@ -363,3 +364,59 @@ def test_sana_keeps_flow_matching(recipe_file):
         build_components(load_recipe(recipe_file(), ['loss.kind="diffusion"']))
     with pytest.raises(ValueError, match="new_classes is for DiT"):
         build_components(load_recipe(recipe_file(), ["model.new_classes=true"]))
+
+
+def started(path, overrides=()):
+    job = Training(load_recipe(path, overrides), None)
+    job._reset_window()
+    job.bad_step = torch.full((), -1.0, dtype=torch.float64, device=job.device)
+    return job
+
+
+def test_a_step_does_not_wait_for_the_device(class_recipe):
+    job = started(class_recipe(), ["run.mixed_precision=bf16"])
+    job._step(0)
+    with NoHostRead():
+        job._step(1)
+        job._step(2)
+
+
+def test_twenty_steps_in_bf16_are_finite(class_recipe):  # case T2
+    result = run(class_recipe(), ["run.steps=20", "run.mixed_precision=bf16"])
+    lines = (result.out / "metrics.jsonl").read_text().splitlines()
+    assert all(torch.isfinite(torch.tensor(json.loads(line)["loss"])) for line in lines)
+    assert all(torch.isfinite(v).all() for v in state_of(result.out, 20)["weights"].values())
+
+
+def test_checkpointed_training_equals_plain(class_recipe):  # case T3
+    plain = run(class_recipe("plain"), ["model.train=mixing"])
+    saved = run(class_recipe("saved"), ["model.train=mixing", "run.gradient_checkpointing=true"])
+    left, right = state_of(plain.out)["weights"], state_of(saved.out)["weights"]
+    assert left.keys() == right.keys() and len(left) == 2
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+def test_a_compiled_step_on_the_gpu_does_not_wait(class_recipe):
+    job = started(class_recipe(), ["run.device=cuda", "run.mixed_precision=bf16", "run.compile=true"])
+    for step in range(4):
+        job._step(step)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(4, 10):
+            job._step(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert job.bad_step.item() == -1 and torch.isfinite(job.loss_sum)
+
+
+@pytest.mark.gpu
+def test_training_on_the_gpu_draws_and_resumes(class_recipe):
+    settings = [
+        "run.device=cuda", "run.mixed_precision=bf16", "run.compile=true", "sample.every=3", "sample.steps=2",
+        'sample.prompts=["umbrella"]',
+    ]  # fmt: skip
+    assert not run(class_recipe(), [*settings, "run.max_minutes=1e-6"]).finished
+    result = run(class_recipe(), settings, resume="auto")
+    assert result.finished and (result.out / "samples" / "step-00000006.png").is_file()

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 
 import mhla_diffusion
 from mhla_diffusion import MHLASanaTransformer2DModel
+from mhla_diffusion.models.adapters import load_adapter
 from mhla_diffusion.training import run
 
 
@@ -146,7 +147,7 @@ def fine_tune(recipe_file, stock, train, *overrides):
     return run(path, [*common, *overrides])
 
 
-@pytest.mark.parametrize("train", ["mixing", "attention", "lora"])
+@pytest.mark.parametrize("train", ["mixing", "attention", "lora", "lora+mixing"])
 def test_a_stock_transformer_is_converted_and_fine_tuned(recipe_file, stock, train):
     result = fine_tune(
         recipe_file, stock, train, "model.convert.block_grid=[2, 2]", "model.convert.gate=true"
@@ -168,6 +169,21 @@ def test_a_stock_transformer_is_converted_and_fine_tuned(recipe_file, stock, tra
             n for n in before if n.endswith(("to_q.weight", "to_k.weight", "to_v.weight", "to_out.0.weight"))
         }
     assert any(".mixing." in name for name in after) and not any("lora" in name for name in after)
+    if train != "attention":  # the trained part as one file, onto the converted base
+        again = mhla_diffusion.convert(
+            mhla_diffusion.load_pipeline(stock).transformer, block_grid=(2, 2), gate=True
+        )
+        load_adapter(again, result.out / "adapter")
+        inputs = {
+            "hidden_states": torch.randn(1, 4, 8, 8),
+            "encoder_hidden_states": torch.randn(1, 5, 16),
+            "timestep": torch.tensor([500.0]),
+        }
+        with torch.no_grad():
+            one, other = again.eval()(**inputs).sample, pipe.transformer.eval()(**inputs).sample
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    else:
+        assert not (result.out / "adapter").exists()
     assert pipe("red", num_inference_steps=2).images[0].size == (32, 32)
 
 

@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
+from no_host_read import NoHostRead
 from PIL import Image
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mhla_diffusion
 from mhla_diffusion.mixing import BlockMixing
@@ -157,23 +157,6 @@ def test_a_bad_step_never_reaches_the_weights(recipe_file):
         assert (
             torch.isfinite(job.ema.average[name]).all() and job.ema.average[name].shape == average[name].shape
         )
-
-
-class NoHostRead(TorchDispatchMode):
-    """Fails on every operation that makes the host wait for a value of the device."""
-
-    waiting = {
-        "aten::_local_scalar_dense",
-        "aten::nonzero",
-        "aten::masked_select",
-        "aten::equal",
-        "aten::unique_dim",
-    }
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.name().split(".")[0]
-        assert name not in self.waiting, f"{name} waits for the device"
-        return function(*args, **(kwargs or {}))
 
 
 def test_a_step_does_not_wait_for_the_device(recipe_file):
