@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mhla_diffusion.cli import main
+from mhla_diffusion.evaluation import tune_operator
 from mhla_diffusion.evaluation.bench_operator import bench, judge, run
 from mhla_diffusion.evaluation.operator_cases import CASES, FORM_CASES, SCALING, Case, floors, small
 from mhla_diffusion.evaluation.timing import host_milliseconds, milliseconds
@@ -173,3 +174,27 @@ def test_a_gpu_that_is_not_there_is_said(out):
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="pass --device cpu"):
             bench(out=out, device="cuda")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_memory_ratios_and_what_kernels_take_are_filled_in(out):
+    cases = [
+        Case("small", 2, 4, (16, 16), (4, 4), 64, backward=True, ratio=(1e-9, 1e9)),
+        Case("small, graph", 2, 4, (16, 16), (4, 4), 32, graph=True),
+        Case("small, fused", 1, 2, (4, 6, 10), (2, 3, 5), 128, "none", rope=True, fused=True),
+    ]
+    device = torch.device("cuda")
+    result = run(cases, cases[:1], device, out, repeats=3, compiled=False, reported=cases, first=[CASES[-1]])
+    parts = {part: result[part] for part in ("rows", "kernels", "forms", "first_call")}
+    assert [row["error"] for rows in parts.values() for row in rows if "error" in row] == []
+    steps = sum(len(tune_operator.kernels_of(case)) for case in cases)
+    assert [len(rows) for rows in parts.values()] == [4, steps, 1, 1]
+    for row in result["rows"]:
+        assert row["form"] in ("states", "dual") and row["error_vs_float64"] < 1e-2
+        assert row["extra_memory_mb"] >= 0 and row["achieved_gb_per_s"] > 0
+        assert row["ratio_vs_cudnn"] > 0 and row["peers_ms"]["SDPA FlashAttention-2"] > 0
+    assert [row["target_met"] for row in result["rows"]] == [True, False, None, None]
+    assert result["forms"][0]["regret"] >= 0 and result["largest_regret"] == result["forms"][0]["regret"]
+    for launch in (launch for row in result["kernels"] for launch in row["launches"]):
+        assert launch["registers"] > 0 and launch["spills"] >= 0 and launch["shared_bytes"] >= 0
+        assert launch["warps"] >= 1 and launch["stages"] >= 1
