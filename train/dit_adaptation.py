@@ -2,7 +2,7 @@
 
     mhla train train/recipes/dit-emoji.toml
     mhla train train/recipes/dit-emoji-mhla.toml
-    mhla train train/recipes/dit-emoji.toml --set run.steps=3000
+    mhla train train/recipes/dit-emoji.toml --set run.steps=2400
     python train/dit_adaptation.py
 
 Reads the runs' folders and writes eval/results/dit_emoji_adaptation.json and .png. Several adaptations can be

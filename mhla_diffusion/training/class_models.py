@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from mhla_diffusion.models.dit import MHLADiTTransformer2DModel
 from mhla_diffusion.models.dit_presets import start_as_published
 from mhla_diffusion.pipelines.dit import dit_scheduler
 
-from .classes import class_names, class_numbers
+from .classes import class_names, class_numbers, named_classes
 from .config import Recipe
 
 LABEL_STD = 0.02  # of new label embeddings, as the published models' were
@@ -32,6 +33,15 @@ class Classes:
         """Classes numbered in the order of `names`."""
         numbers = {name: number for number, name in enumerate(names)}
         return cls(numbers, {str(number): name for name, number in numbers.items()}, len(names))
+
+    def check_labels(self, prompts: list[str]) -> None:
+        """ValueError for a sample prompt that is no class: found now, and not when the first grid is drawn."""
+        known = named_classes(self.id2label)
+        for label in prompts:
+            if label not in known and not (label.isdecimal() and int(label) <= self.count):
+                near = difflib.get_close_matches(label, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"a number goes up to {self.count - 1}"
+                raise ValueError(f"recipe: sample.prompts: {label!r} is no class of this model; {hint}")
 
 
 def fresh_classes(recipe: Recipe) -> Classes:

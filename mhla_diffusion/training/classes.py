@@ -37,6 +37,9 @@ def class_names(config: DataConfig) -> list[str]:
     Raises:
         ValueError: no classes, composed scenes (which have none), or a name with a comma.
     """
+    from .data import check_path, list_pictures
+
+    check_path(config)
     if config.kind == "emoji":
         if config.compositions:
             raise ValueError(
@@ -44,8 +47,6 @@ def class_names(config: DataConfig) -> list[str]:
             )
         names = set(emoji_labels(config.path, config.label))
     else:
-        from .data import list_pictures
-
         root = Path(config.path)
         if not root.is_dir():
             raise ValueError(f"recipe: data.path = {config.path!r} is not a folder; give a folder of images")

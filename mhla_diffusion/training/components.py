@@ -182,7 +182,10 @@ def converted(transformer: nn.Module, options: ConvertConfig) -> nn.Module:
     from mhla_diffusion import convert
     from mhla_diffusion.models.convert import restore
 
-    if transformer.config.get("mhla_layers", None) == []:  # ours, with stock's attention in every layer
+    config = transformer.config
+    if (
+        config.get("mhla_layers", None) == [] and config.mhla_other_layers == "stock"
+    ):  # ours, but for the name stock
         transformer = restore(transformer)
     if "mhla_layers" in transformer.config:
         raise ValueError(
@@ -313,6 +316,8 @@ def _class_components(recipe: Recipe, base: Path, kind: str, cls: type, defaults
         if model.convert is not None:
             transformer = converted(transformer, model.convert)
         transformer = held_in_ours(transformer)
+    if recipe.sample.every:
+        classes.check_labels(recipe.sample.prompts)
     defaults = {**defaults, "id2label": classes.id2label}
     return Components(cls, base, None, scheduler, transformer, None, defaults, classes.numbers)
 

@@ -58,16 +58,21 @@ def open_source(config: DataConfig, latent_factor: int, seed: int, by_class: boo
             f"recipe: data.size = {config.size} is not a multiple of {latent_factor}, the pixels per token "
             f"of this pipeline; write {max(1, round(config.size / latent_factor)) * latent_factor}"
         )
-    if not Path(config.path).exists():
-        raise ValueError(
-            f"recipe: data.path = {config.path!r} does not exist; give "
-            + ("a folder of images" if config.kind == "folder" else "the emoji tar made by train/")
-        )
+    check_path(config)
     if config.kind == "folder":
         source = open_folder(config, latent_factor, by_class)
     else:
         source = open_emoji(config, seed, by_class)
     return mirrored(source) if config.flip else source
+
+
+def check_path(config: DataConfig) -> None:
+    """ValueError unless there is something at `data.path`."""
+    if not Path(config.path).exists():
+        raise ValueError(
+            f"recipe: data.path = {config.path!r} does not exist; give "
+            + ("a folder of images" if config.kind == "folder" else "the emoji tar made by train/")
+        )
 
 
 def mirrored(source: PictureSource) -> PictureSource:

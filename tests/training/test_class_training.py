@@ -153,6 +153,24 @@ def test_stop_and_resume_is_bit_equal(class_recipe):  # case T1
     assert_bit_equal(state_of(whole.out), state_of(timed.out))
 
 
+def test_a_continue_folder_goes_on_with_weights_and_averages(class_recipe):
+    first = run(class_recipe("first"), ["checkpoint.export_continue=true"])
+    going_on = [
+        f"run.init_from={first.out}/continue",
+        "run.steps=7",
+        "optimizer.lr=1e-30",
+        "optimizer.mixing_lr=0.0",
+    ]
+    second = run(class_recipe("second"), [*going_on, "ema.decay=0.5", "ema.warmup=0.0"])
+    assert second.step == 7
+    before, after = state_of(first.out), state_of(second.out, 7)
+    for name, value in before["weights"].items():
+        torch.testing.assert_close(after["weights"][name], value, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            after["ema"][name], (before["ema"][name] + value) / 2, rtol=1e-5, atol=1e-6
+        )
+
+
 def test_flow_matching_of_a_dit_draws_with_a_flow_scheduler(class_recipe):
     result = run(class_recipe(), ['loss.kind="flow"', "model.transformer.out_channels=4", "run.steps=2"])
     pipe = mhla_diffusion.load_pipeline(result.pipeline)
@@ -297,6 +315,13 @@ def test_new_classes_get_new_embeddings_and_the_null_class_stays(adapt, stock):
         (["model.defaults.default_step=3"], "did you mean 'default_steps'"),
         (['loss.kind="flow"'], 'out_channels = 8; write 4, or loss.kind = "diffusion"'),
         (["data.kind=emoji", f"data.path={SAMPLE}"], "a composed scene has no class; write 0"),
+        (["data.path=nowhere"], "data.path = 'nowhere' does not exist; give a folder of images"),
+        (["data.kind=emoji", "data.path=nowhere"], "give the emoji tar"),
+        (
+            ["sample.every=2", 'sample.prompts=["umbrela"]'],
+            "'umbrela' is no class of this model; did you mean 'umbrella'?",
+        ),
+        (["sample.every=2", 'sample.prompts=["4"]'], "'4' is no class of this model; a number goes up to 2"),
         (["loss.variational_weight=-1"], "loss.variational_weight = -1.0; allowed: 0 or more"),
     ],
 )
