@@ -251,8 +251,9 @@ def add_bench(commands) -> None:
     add = parser.add_argument
     add("--rows", nargs="+", default=[], metavar="TEXT", help="only the rows whose name holds one of these")
     add("--scaling", action="store_true", help="instead time one shape from 1k to 128k tokens")
-    add("--quick", action="store_true", help="few repeats, no compiled peers, both forms not compared")
-    add("--no-forms", action="store_true", help="do not compare the operator's two forms")
+    add("--quick", action="store_true", help="few repeats, no compiled peers, only rows and kernels")
+    add("--parts", nargs="+", default=[], choices=("rows", "kernels", "first_call", "forms"),
+        help="measure only these; the file's other parts stay (default: all)")  # fmt: skip
     add("--minutes", type=float, default=8.0, help="begin nothing after this time (default: %(default)s)")
     add(
         "--repeats",
@@ -333,7 +334,7 @@ def run_bench_op(args: argparse.Namespace) -> int:
         device=args.device,
         quick=args.quick,
         scaling=args.scaling,
-        forms=not args.no_forms,
+        parts=args.parts,
     )
     print(f"{out} written")
     return 0

@@ -32,6 +32,8 @@ from .timing import (
 __all__ = ["bench", "run"]
 
 TRY = "small shapes on a CPU: this tries the program out and measures nothing of interest"
+PARTS = ("rows", "kernels", "first_call", "forms")
+ALIKE = ("device", "versions", "dtype", "note")
 # Of the rows whose steps are also timed alone: one of each kind of kernel.
 REPORTED = (0, 1, 2, 5, 7, 8)
 
@@ -150,7 +152,15 @@ def compare_forms(case: Case, device: torch.device, dtype: torch.dtype, repeats:
 class _Run:
     """One run's result, its time and its file."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, out: Path, minutes: float, note: str):
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        out: Path,
+        minutes: float,
+        note: str,
+        keep: Sequence[str],
+    ):
         self.end, self.out, self.device = time.monotonic() + 60 * minutes, out, device
         large = device.type == "cuda"
         self.limits = (
@@ -170,6 +180,10 @@ class _Run:
             "largest_regret": None,
             "left_out": [],
         }
+        if keep and out.is_file():
+            earlier = json.loads(out.read_text())
+            if [earlier.get(name) for name in ALIKE] == [self.result[name] for name in ALIKE]:
+                self.result |= {part: earlier[part] for part in keep if part in earlier}
         out.parent.mkdir(parents=True, exist_ok=True)
         self.write()
 
@@ -195,15 +209,15 @@ class _Run:
 def run(
     cases: Sequence[Case], forms: Sequence[Case], device: torch.device, out: Path, *, minutes: float = 8.0,
     repeats: int = 30, dtype: torch.dtype = torch.bfloat16, compiled: bool = True, reported: Sequence[Case] = (),
-    first: Sequence[Case] = (),
-    note: str = "", stopping: bool = False,
+    first: Sequence[Case] = (), note: str = "", stopping: bool = False, keep: Sequence[str] = (),
 ) -> dict:  # fmt: skip
     """Measure what fits into the time, writing the file `out` after every row.
 
-    First all rows with the peers that compile nothing, then steps alone, first calls, both forms, compiled peers.
+    First all rows with the peers that compile nothing, then steps alone, first calls, compiled peers, both forms.
     stopping: a peer that was too slow or too large for one row is left out of the later ones, which have more tokens.
+    keep: parts that an earlier run with the same device and versions has written into `out` and that stay.
     """
-    run = _Run(device, dtype, out, minutes, note)
+    run = _Run(device, dtype, out, minutes, note, keep)
     stopped: dict[str, str] = {}
 
     def peers(row: dict, case: Case, names: Sequence[str]) -> None:
@@ -230,16 +244,16 @@ def run(
         run.step("kernels", case.name, lambda case=case: report(case, device, dtype, repeats))
     for case in first:
         run.step("first_call", case.name, lambda case=case: [first_call(case, device)])
-    for case in forms:
-        found = run.step("forms", case.name, lambda case=case: [compare_forms(case, device, dtype, repeats)])
-        print(*[json.dumps(row) for row in found], sep="\n", flush=True)
-    regrets = [row["regret"] for row in run.result["forms"] if row.get("regret") is not None]
-    run.result["largest_regret"] = max(regrets, default=None)
     for row, case in measured:
         if compiled and time.monotonic() < run.end:
             peers(row, case, COMPILED)
         else:
             row["peers_not_run"] |= dict.fromkeys(COMPILED, "left out")
+    for case in forms:
+        found = run.step("forms", case.name, lambda case=case: [compare_forms(case, device, dtype, repeats)])
+        print(*[json.dumps(row) for row in found], sep="\n", flush=True)
+    regrets = [row["regret"] for row in run.result["forms"] if row.get("regret") is not None]
+    run.result["largest_regret"] = max(regrets, default=None)
     run.write()
     print("\n" + as_table(run.result), flush=True)
     return run.result
@@ -247,9 +261,10 @@ def run(
 
 def bench(
     *, out: Path, rows: Sequence[str] = (), minutes: float = 8.0, repeats: int = 30, device: str = "auto",
-    quick: bool = False, scaling: bool = False, forms: bool = True,
+    quick: bool = False, scaling: bool = False, parts: Sequence[str] = (),
 ) -> dict:  # fmt: skip
-    """`mhla bench op`. rows: parts of names, none takes all. quick: few repeats, no compiled peers, no two forms.
+    """`mhla bench op`. rows: parts of names, none takes all. quick: few repeats, no compiled peers, rows and kernels.
+    parts: of the measurement, none takes all; with some, the others stay as `out` has them.
 
     Raises ValueError for a device that is not there, and for rows that are none.
     """
@@ -262,9 +277,14 @@ def bench(
         raise ValueError(
             f"no row's name holds {', '.join(rows)}: the rows are {', '.join([c.name for c in all_cases])}"
         )
-    compared = [] if quick or scaling or rows or not forms else FORM_CASES
+    taken = set(parts or (("rows", "kernels") if quick else PARTS))
+    if scaling:
+        taken = {"rows"}
     reported = [case for i, case in enumerate(CASES) if i in REPORTED and case in wanted]
-    first = [] if quick else [case for case in wanted if case.name == EVEN]
+    reported = reported if "kernels" in taken else []
+    first = [case for case in wanted if case.name == EVEN] if "first_call" in taken else []
+    compared = FORM_CASES if "forms" in taken and not rows else []
+    wanted = wanted if "rows" in taken else []
     note = ""
     if chosen.type == "cpu":
         wanted, compared, reported, first, note = [small(case) for case in wanted], [], [], [], TRY
@@ -272,7 +292,7 @@ def bench(
     return run(
         wanted, compared, chosen, out, minutes=minutes, repeats=min(repeats, 10) if quick else repeats,
         dtype=torch.bfloat16 if chosen.type == "cuda" else torch.float32, compiled=not quick, reported=reported,
-        first=first, note=note, stopping=scaling,
+        first=first, note=note, stopping=scaling, keep=[part for part in PARTS if part not in taken] if parts else (),
     )  # fmt: skip
 
 

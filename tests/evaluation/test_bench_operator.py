@@ -146,6 +146,16 @@ def test_the_command_tries_itself_out_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert [row["shape"]["N"] for row in scaled["rows"]] == [64]
 
 
+def test_parts_that_are_not_measured_again_stay(out):
+    first = try_out([TINY], [TINY], out)
+    second = try_out([TINY_FUSED], [], out, keep=["forms"])
+    assert second["forms"] == json.loads(json.dumps(first["forms"])) and len(second["rows"]) == 1
+    out.write_text(out.read_text().replace(torch.__version__, "0.0"))
+    assert try_out([TINY_FUSED], [], out, keep=["forms"])["forms"] == []  # not of these versions
+    bench(out=out, rows=["dit 256"], device="cpu", repeats=1, parts=["first_call"])
+    assert json.loads(out.read_text())["rows"] == []  # what is there was no try with small shapes
+
+
 def test_mistakes_are_named_in_one_line(capsys):
     assert main(["bench", "op", "--device", "cpu", "--rows", "nowhere"]) == 2
     assert main(["bench"]) == main(["bench", "op", "--repeats", "0"]) == 2
