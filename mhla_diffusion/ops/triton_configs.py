@@ -19,12 +19,16 @@ __all__ = [
 
 
 class Config(NamedTuple):
-    """BN tokens and BV value channels per tile (of the first part, where there are two), warps, pipeline stages."""
+    """BN tokens and BV value channels per tile (of the first part, where there are two), warps, pipeline stages.
+
+    maxnreg: registers of a thread at most, so that more programs share a multiprocessor; None: as many as it takes.
+    """
 
     BN: int
     BV: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
 
 class Warps(NamedTuple):
@@ -48,12 +52,13 @@ class MixConfig(NamedTuple):
 
 
 class DualConfig(NamedTuple):
-    """The dual form: BM rows a program owns, BN columns per step."""
+    """The dual form: BM rows a program owns, BN columns per step. maxnreg: see `Config`."""
 
     BM: int
     BN: int
     num_warps: int
     num_stages: int
+    maxnreg: int | None = None
 
 
 # (generation, bits of the dot operands, largest of the padded head dims) -> configuration.

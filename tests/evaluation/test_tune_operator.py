@@ -28,7 +28,8 @@ def test_tuning_times_every_kernel_and_prints_the_best(tmp_path, monkeypatch, ca
     result = tune_operator.tune([TINY], tmp_path, CPU, torch.float32, repeats=1, workers=1, limit=1)
     assert json.loads((tmp_path / "tune.json").read_text()) == json.loads(json.dumps(result))
     kernels, rows = tune_operator.kernels_of(TINY), result["kernels"]
-    assert [row["kernel"] for row in rows] == [name for name in kernels for _ in range(2)]
+    # The table's configuration, a candidate, and where registers can be limited that one with fewer of them.
+    assert [row["kernel"] for row in rows] == [name for name in kernels for _ in range(2 if "mix" in name else 3)]
     assert [row["config"] == "table" for row in rows].count(True) == len(kernels) and not result["failures"]
     assert all(row["ms"] > 0 and row["difference"] <= 1e-5 and row["gb_per_s"] > 0 for row in rows)
     assert [row["choice"] for row in result["choices"]] == [{}, {"head_group": "1"}, {"head_group": "2"}]
