@@ -1,6 +1,7 @@
 """The full-size recipes: their models without memory, and the program that rehearses their steps, at toy size."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -124,8 +125,9 @@ def test_the_program_writes_its_rows(tmp_path):
         str(tmp_path / "o.json"),
     ]
     small = ["--set", "model.transformer.num_layers=1", "run.mixed_precision=no"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "train" / "full_size_steps.py"), *line, *small]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "o.json").read_text())
     assert [row["name"] for row in facts["rows"]] == ["dit-s2-256"] and facts["rows"][0]["finite"]
