@@ -269,7 +269,7 @@ def tune(
                 # Compilation of later kernels goes on meanwhile: it uses the GPU for moments, which medians do not see.
                 rows = time_kernel(case, kernel, calls, usable, device, repeats, end)
                 capped = [
-                    (config, compile_in(pool, case, kernel, config)) for config in with_fewer_registers(rows)
+                    (config, compile_in(pool, case, kernel, config)) for config in with_fewer_registers(rows)[:limit]
                 ]
                 usable = finished(capped, case, kernel, result, end)
                 more = time_kernel(case, kernel, calls, usable, device, repeats, end)
