@@ -72,6 +72,8 @@ def candidates(kernel: str, dim: int) -> Iterator:
             for tokens, warps, depth in itertools.product((32, 64, 128, 16), (4, 8), (2, 3, 4, 1))
             if tokens * depth <= 256 and not (kernel == "read_out" and tokens < 32)
         )
+        if values == 128:  # twice the warps with as many programs: only a limit on their registers allows both
+            yield from (Config(tokens, values, 8, depth, 128) for tokens in (32, 64) for depth in (2, 3))
         if kernel == "read_out" and values > 32:
             yield from (Config(64, values // 2, 4, depth) for depth in (2, 3))
 
