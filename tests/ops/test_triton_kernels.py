@@ -9,7 +9,8 @@ import torch
 
 from mhla_diffusion.ops.partition import Partition
 from mhla_diffusion.ops.registration import triton_core
-from mhla_diffusion.ops.triton_configs import Config, override
+from mhla_diffusion.ops.states_launch import mix
+from mhla_diffusion.ops.triton_configs import Config, MixConfig, override
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
 all_dtypes = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "fp16", "bf16"])
@@ -204,3 +205,29 @@ def test_whole_tiles_and_a_shorter_one_in_float32(make_call, tokens, normalizer,
     call = make_call((tokens,), (1,), 8, batch=1, heads=1, normalizer=normalizer, rope=rope)
     with override(**tiles):
         call.check(call.run("triton", form="states"), 1e-5)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 5), (70, 40), (9, 150)])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_states_that_stream_past_their_coefficients_in_float32(device, rows, columns, per_head):
+    generator = torch.Generator().manual_seed(4)
+    matrix = torch.rand(*([2] if per_head else []), rows, columns, generator=generator).to(device)
+    states = torch.randn(1, 2, columns, 44, generator=generator).to(device)
+    x = states[..., :4]
+    with override(mix=MixConfig(16, 16, 0, 4, 1)):
+        got = mix(matrix, states, x, 11)
+    want = matrix.double() @ states.double()
+    assert ((got - want).norm() / want.norm()) < 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config", [MixConfig(64, 64, 0, 4, 3), MixConfig(64, 128, 0, 8, 2), MixConfig(64, 256, 32, 4, 3)]
+)
+def test_mixing_of_half_precision_states_on_the_gpu(config):
+    matrix = torch.rand(150, 150, device="cuda")
+    states = torch.randn(2, 3, 150, 16512, device="cuda").bfloat16()
+    with override(mix=config):
+        got = mix(matrix, states, states[..., :128], 128)
+    want = matrix.double() @ states.double()
+    assert ((got.double() - want).norm() / want.norm()) < 3e-3  # the result's own rounding is 1.7e-3
