@@ -254,16 +254,17 @@ def features(
     """phi of a tile, of x * rstd * weight with NORM. ZERO: channels beyond D become 0, not feature_eps.
 
     In float32, but bfloat16 without NORM stays bfloat16: only the sum with feature_eps rounds there, as it would
-    before the dot product. Padding rows become feature_eps: whoever sums them has to mask.
+    before the dot product. NaN stays NaN: a non-finite activation has to surface, not turn into 0. rstd is positive, so
+    it may follow the relu. Padding rows become feature_eps: whoever sums them has to mask.
     """
     if NORM == 0 and x.dtype == tl.bfloat16:
         phi = features_of_pairs(x, feature_eps)
     else:
         x = widened(x)
         if NORM:
-            x = x * rstd[:, None] * weight[None, :]
-        # Written so that NaN stays NaN: a non-finite activation has to surface, not turn into 0.
-        phi = tl.where(x < 0.0, 0.0, x) + feature_eps
+            x = x * weight[None, :]
+        phi = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        phi = phi * rstd[:, None] + feature_eps if NORM else phi + feature_eps
     if ZERO and LOW + x.shape[1] > D:
         phi = tl.where((LOW + tl.arange(0, x.shape[1]) < D)[None, :], phi, 0.0)
     return phi
@@ -271,7 +272,7 @@ def features(
 
 @triton.jit
 def features_of_pairs(x, feature_eps):
-    """relu(x) + feature_eps on pairs of bfloat16: two instructions where float32 takes eight. NaN stays NaN."""
+    """relu(x) + feature_eps on pairs of bfloat16: two instructions where float32 takes six."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 zero, one, positive;
