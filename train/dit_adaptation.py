@@ -134,9 +134,11 @@ def unseen_losses(transformer, pipe, recipe: dict, device: torch.device) -> dict
 
 def name_of(run: dict) -> str:
     model = run["recipe"]["model"]
-    layers = (model["convert"] or {}).get("layers")
-    some = "" if layers is None else f", layers {', '.join(map(str, layers))}"
-    return f"MHLA, trained: {model['train']}{some}"
+    options = model["convert"]
+    parts = ["MHLA"]
+    parts += ["gate"] * bool(options["gate"]) + ["local convolution"] * bool(options["local_conv"])
+    some = "" if options["layers"] is None else f", layers {', '.join(map(str, options['layers']))}"
+    return f"{' + '.join(parts)}, trained: {model['train']}{some}"
 
 
 def curve(run: dict) -> dict:

@@ -94,6 +94,10 @@ def test_runs_that_cannot_be_compared_are_told(program, runs, tmp_path, monkeypa
         ValueError, match="ends at step 4: let it go on with mhla train ... --set run.steps=8"
     ):
         program.check_pair(short, program.read_run(runs / "all"))
+    fields = {"gate": True, "local_conv": 3, "layers": [0, 2]}
+    model = {"convert": fields, "train": "all"}
+    name = "MHLA + gate + local convolution, trained: all, layers 0, 2"
+    assert program.name_of({"recipe": {"model": model}}) == name
     other = program.read_run(runs / "all")
     other["recipe"]["run"]["seed"] = 7
     with pytest.raises(ValueError, match="run.seed is 7 in .* would not show the same batches"):
