@@ -220,8 +220,9 @@ def draw(original: dict, adapted: list[dict], out: Path) -> None:
     settled = [
         loss for step, loss in zip(original["steps"], original["losses"], strict=True) if step > first / 4
     ]
-    low, high = min(settled + adapted[0]["losses"]), max(settled)
-    axes.set_ylim(low - 0.1 * (high - low), high + 0.6 * (high - low))
+    settled += [loss for run in adapted for loss in run["losses"]]
+    low, high = min(settled), max(settled)
+    axes.set_ylim(low - 0.1 * (high - low), high + 0.3 * (high - low))
     axes.set(xlabel="step", ylabel="training loss")
     axes.grid(True, color="#e6e6e6", linewidth=0.7)
     axes.legend(frameon=False, fontsize=9)
