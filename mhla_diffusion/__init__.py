@@ -16,6 +16,8 @@ _HOME_OF = {
     "MHLASanaAttention": "mhla_diffusion.attention",
     "MHLASanaPipeline": "mhla_diffusion.pipelines.sana",
     "MHLASanaTransformer2DModel": "mhla_diffusion.models.sana",
+    "MHLAWanAttention": "mhla_diffusion.wan_attention",
+    "MHLAWanTransformer3DModel": "mhla_diffusion.models.wan",
     # Diffusers looks its base class up *inside* the library that a model_index.json names.
     "ModelMixin": "diffusers",
     "block_table": "mhla_diffusion.blocks",

@@ -86,6 +86,7 @@ class GridSelfAttention(Attention):
     """
 
     _processor_class: type
+    _convolution: type = NeutralConv2d  # of `local_conv`
     # New modules by name; each has `reset_parameters`, which writes its documented start.
     _new_modules = ("norm_in", "to_gate", "local_conv")
 
@@ -120,7 +121,7 @@ class GridSelfAttention(Attention):
         self.norm_in = nn.LayerNorm(query_dim) if norm_in else None
         self.to_gate = NeutralLinear(query_dim, inner_dim) if gate else None
         self.local_conv = (
-            NeutralConv2d(inner_dim, inner_dim, local_conv, padding=local_conv // 2, groups=inner_dim)
+            self._convolution(inner_dim, inner_dim, local_conv, padding=local_conv // 2, groups=inner_dim)
             if local_conv
             else None
         )

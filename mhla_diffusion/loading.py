@@ -19,6 +19,7 @@ OUR_PIPELINES = {
 OUR_MODELS = {
     "MHLADiTTransformer2DModel": "mhla_diffusion.models.dit",
     "MHLASanaTransformer2DModel": "mhla_diffusion.models.sana",
+    "MHLAWanTransformer3DModel": "mhla_diffusion.models.wan",
 }
 
 

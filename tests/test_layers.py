@@ -19,6 +19,7 @@ RANK = {
     "folders": 0,
     "ops": 1,
     "attention": 2,
+    "wan_attention": 2,
     "models": 3,
     "pipelines": 4,
     "loading": 4,

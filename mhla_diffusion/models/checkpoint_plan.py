@@ -14,7 +14,7 @@ from .checkpoint_layouts import find_layout
 from .checkpoints import Change, Layout, Move, compressed, expand, unexpected_message
 from .convert import FAMILIES, Family
 from .mixin import MHLAModelMixin
-from .options import check_block_grid, check_layers
+from .options import check_block_grid, chosen_layers
 from .tensor_files import Entry, TensorFile
 
 __all__ = ["Plan", "make_plan"]
@@ -123,8 +123,8 @@ def make_plan(
         stored: the config.json beside them, for a model in Diffusers' layout; None for another layout.
         layout: name of that other layout, or "auto".
         given: arguments of the model that the files do not tell, or that shall replace what they tell.
-        block_grid: blocks per axis; None: (4, 4) for a stock model, for an MHLA model its own.
-        layers: "all" (also None), or indices. An MHLA model keeps the layers that it has.
+        block_grid: blocks per axis; None: the class's own choice for a stock model, for an MHLA model its own.
+        layers: "all" (also None), a share such as "2/3", or indices. An MHLA model keeps the layers that it has.
         gate, local_conv: as in `convert`.
 
     Raises ValueError (one line) when a key is unexpected, missing or of another shape, when a position table
@@ -140,6 +140,8 @@ def make_plan(
             raise ValueError(unexpected_message("the checkpoint", unexpected, found))
         name = found.model
         known = checked_arguments(given or {}, family_named(name).ours, "--config")
+        if block_grid is not None:  # a file may hold a number of blocks that does not tell their grid
+            known["mhla_block_grid"] = tuple(block_grid)
         arguments = found.read_config(shapes, lambda key: owner[key].read(key), known)
     else:
         if layout not in ("auto", "diffusers"):
@@ -154,16 +156,17 @@ def make_plan(
             raise ValueError(f"--config has {field_name!r}: give it with --{option} instead")
     arguments |= given
     before = tuple(arguments.get("mhla_block_grid", ())) if converted_before else ()
+    default = family.ours.default_block_grid
     if converted_before:
         refuse_changes(layers, gate, local_conv)
         if block_grid is None and found is None:
             raise ValueError(
                 f"the model is an {name} with block_grid {before} already: give another one with --block-grid"
             )
-        after = check_block_grid(before if block_grid is None else block_grid)
+        after = check_block_grid(before if block_grid is None else block_grid, len(default))
         arguments["mhla_block_grid"] = after
     else:
-        after = check_block_grid((4, 4) if block_grid is None else block_grid)
+        after = check_block_grid(default if block_grid is None else block_grid, len(default))
         arguments |= {
             **family.numerics,
             "mhla_block_grid": after,
@@ -246,14 +249,6 @@ def refuse_changes(layers, gate: bool, local_conv: int | None) -> None:
             raise ValueError(
                 f"an MHLA model keeps the layers and options that it has: leave --{name} out (--block-grid can change)"
             )
-
-
-def chosen_layers(layers: str | Sequence[int] | None, count: int) -> list[int] | None:
-    if layers is None or layers == "all":
-        return None
-    if isinstance(layers, str):
-        raise ValueError(f"layers={layers!r}: give 'all' or a list of layer indices")
-    return check_layers(layers, count)
 
 
 def narrowest(dtypes: Sequence[torch.dtype]) -> torch.dtype:

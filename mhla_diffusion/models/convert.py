@@ -6,13 +6,20 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import init_empty_weights
-from diffusers import DiffusionPipeline, DiTTransformer2DModel, ModelMixin, SanaTransformer2DModel
+from diffusers import (
+    DiffusionPipeline,
+    DiTTransformer2DModel,
+    ModelMixin,
+    SanaTransformer2DModel,
+    WanTransformer3DModel,
+)
 from torch import nn
 
 from .dit import MHLADiTTransformer2DModel
 from .mixin import MHLAModelMixin, clone_shared_tensors
-from .options import check_block_grid, check_layers
+from .options import check_block_grid, chosen_layers
 from .sana import MHLASanaTransformer2DModel
+from .wan import MHLAWanTransformer3DModel
 
 
 class Family(NamedTuple):
@@ -32,17 +39,19 @@ FAMILIES = (
     ),
     # DiT's attention is a softmax: no numerics of linear attention are to be kept.
     Family(DiTTransformer2DModel, MHLADiTTransformer2DModel, {}),
+    Family(WanTransformer3DModel, MHLAWanTransformer3DModel, {}),
 )
 
 
 def convert(
     model: ModelMixin,
-    block_grid: Sequence[int] = (4, 4),
+    block_grid: Sequence[int] | None = None,
     *,
     layers: str | Sequence[int] = "all",
     gate: bool = False,
     local_conv: int | None = None,
-    norm_out: bool = False,
+    norm_out: bool | None = None,
+    normalizer: str | None = None,
     other_layers: str = "stock",
     mixing_init: str = "linear",
     mixing_normalization: str = "row",
@@ -58,15 +67,17 @@ def convert(
     SANA's attention is linear already: its numerics are kept, so with one block, `block_grid=(1, 1)`, the
     converted model equals the stock one (1e-5 relative in float32). DiT's attention is a softmax, which no
     number of blocks reproduces: a converted DiT has the weights to start from and must be trained further;
-    layers that are not converted stay as they are.
+    layers that are not converted stay as they are. The same holds for Wan.
 
     Args:
-        model: a `SanaTransformer2DModel` or `DiTTransformer2DModel`; it stays usable, and shares its storage
-            with the result.
-        block_grid: blocks per axis (rows, columns); counts, not sizes, so that every resolution works.
-        layers: "all", or the indices of the layers to convert.
-        gate, local_conv, norm_out, other_layers, and the mixing options: as the `mhla_` arguments of the
-            returned model's class.
+        model: a `SanaTransformer2DModel`, `DiTTransformer2DModel` or `WanTransformer3DModel`; it stays usable, and
+            shares its storage with the result.
+        block_grid: blocks per axis, (rows, columns) or for video (frames, rows, columns); counts, not sizes, so that
+            every resolution works. None: (4, 4), for Wan (3, 5, 10).
+        layers: "all", a share such as "2/3" (layers 0, 3, 6, ... stay as they are), or the indices of the layers to
+            convert.
+        gate, local_conv, norm_out, normalizer, other_layers, and the mixing options: as the `mhla_` arguments of the
+            returned model's class; None: that class's own choice.
 
     Raises ValueError (one line that says what is allowed) on another kind of model, on a model that is
     quantised, offloaded or carries adapters, and on an option outside its range.
@@ -76,27 +87,27 @@ def convert(
         raise ValueError(
             f"convert() has no option {name!r}: block_grid=(rows, columns) gives the number of blocks per "
             "axis (not their size; any counts fit any picture), the others are layers, gate, local_conv, "
-            "norm_out, other_layers, mixing_init, mixing_normalization, mixing_learnable, per_head_mixing"
+            "norm_out, normalizer, other_layers, mixing_init, mixing_normalization, mixing_learnable, per_head_mixing"
         )
-    if isinstance(layers, str) and layers != "all":
-        raise ValueError(f"layers={layers!r}: give 'all' or a list of layer indices")
     check_plain(model)
     # Checked here under the names that the caller used; the model would name its own fields.
-    counts = check_block_grid(block_grid)
-    indices = None if isinstance(layers, str) else check_layers(layers, model.config.num_layers)
+    default = family_of(model).ours.default_block_grid
     options = {
-        "mhla_layers": indices,
-        "mhla_block_grid": counts,
+        "mhla_layers": chosen_layers(layers, model.config.num_layers),
+        "mhla_block_grid": check_block_grid(default if block_grid is None else block_grid, len(default)),
         **family_of(model).numerics,
         "mhla_gate": gate,
         "mhla_local_conv": local_conv,
-        "mhla_norm_out": norm_out,
         "mhla_mixing_init": mixing_init,
         "mhla_mixing_normalization": mixing_normalization,
         "mhla_mixing_learnable": mixing_learnable,
         "mhla_per_head_mixing": per_head_mixing,
         "mhla_other_layers": other_layers,
     }
+    if norm_out is not None:
+        options["mhla_norm_out"] = norm_out
+    if normalizer is not None:
+        options["mhla_normalizer"] = normalizer
     converted, missing = rebuild(model, family_of(model).ours, options)
     lost = converted.initialise_new_weights(missing)
     assert not lost, f"the stock model lacks {lost}"
@@ -194,5 +205,8 @@ def copy_buffers(source: nn.Module, target: nn.Module) -> None:
     theirs: dict[str, torch.Tensor] = dict(source.named_buffers())
     for name, _ in list(target.named_buffers()):
         owner, _, attribute = name.rpartition(".")
+        owner = target.get_submodule(owner)
         if name in theirs:
-            target.get_submodule(owner)._buffers[attribute] = theirs[name]
+            owner._buffers[attribute] = theirs[name]
+        else:
+            owner._buffers[attribute] = owner._buffers[attribute].to(source.device)

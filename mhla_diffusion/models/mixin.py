@@ -23,10 +23,13 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin):
 
     _keep_in_fp32_modules = ["mixing"]
     _cache_context_is_given = False
+    # Where the layers are, and blocks per axis of the token grid when nothing else is asked for.
+    _layers_in = "transformer_blocks"
+    default_block_grid: tuple[int, ...] = (4, 4)
 
     def check_mhla_options(self, num_layers: int) -> dict:
         """The fields in the form in which they are saved; to be called before the stock model is built."""
-        return check_options(self.config, num_layers)
+        return check_options(self.config, num_layers, axes=len(self.default_block_grid))
 
     def install_attention(
         self,
@@ -43,17 +46,17 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin):
             mhla_class, softmax_class: the attention of the listed layers, and of the others if they want softmax.
             common: arguments of both attentions. mhla_only: further ones of `mhla_class`.
         """
-        config, layers = self.config, self.config.mhla_layers
+        config, chosen, layers = self.config, self.config.mhla_layers, getattr(self, self._layers_in)
         # The new attentions' own projections are replaced by the stock ones, so drawing them must not move
         # the seed.
         with torch.random.fork_rng(devices=[]):
-            for index, stock in enumerate(self.transformer_blocks):
+            for index, stock in enumerate(layers):
                 attention = None
-                if layers is None or index in layers:
+                if chosen is None or index in chosen:
                     attention = mhla_class(**common, **attention_options(config), **(mhla_only or {}))
                 elif config.mhla_other_layers == "softmax":
                     attention = softmax_class(**common)
-                self.transformer_blocks[index] = layer_class(stock, attention)
+                layers[index] = layer_class(stock, attention)
 
     def set_mhla_backend(self, backend: str) -> None:
         """Choose the operator's backend (see `mhla_attention`) in every MHLA layer of this model."""
@@ -103,7 +106,7 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin):
             and not config.cache_identifiers
         ):
             # Its own default matches modules called `attn`, which no layer here has: it would do nothing.
-            config = replace(config, cache_identifiers=[r"transformer_blocks\.\d+\.attn\d"])
+            config = replace(config, cache_identifiers=[rf"{self._layers_in}\.\d+\.attn\d"])
         super().enable_cache(config)
 
     @contextmanager
@@ -134,8 +137,9 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin):
         given = pretrained_model_link_or_path_or_dict
         name = given if isinstance(given, (str, os.PathLike)) else "FILE"
         raise ValueError(
-            f"{cls.__name__} is not read from a single file: `mhla convert {name} OUT --block-grid 4,4` reads it, with "
-            "every key checked, and from_pretrained(OUT) loads the result"
+            f"{cls.__name__} is not read from a single file: `mhla convert {name} OUT "
+            f"--block-grid {','.join(map(str, cls.default_block_grid))}` reads it, with every key checked, and "
+            "from_pretrained(OUT) loads the result"
         )
 
     def initialise_new_weights(self, keys: list[str], device: torch.device | str | None = None) -> list[str]:

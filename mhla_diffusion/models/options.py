@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import re
 
 from ..mixing import INITS, NORMALIZATIONS
 from ..ops.attention import NORMALIZERS
@@ -9,12 +10,13 @@ from ..ops.attention import NORMALIZERS
 OTHER_LAYERS = ("stock", "softmax")
 
 
-def check_options(config, num_layers: int) -> dict:
+def check_options(config, num_layers: int, axes: int = 2) -> dict:
     """The fields `mhla_layers` and `mhla_block_grid` in the form in which they are saved.
 
     Args:
         config: of a model of ours, with all `mhla_` fields.
         num_layers: how many layers the model has.
+        axes: of its token grid.
 
     Raises ValueError (one line that says what is allowed) on a field outside the allowed values.
     """
@@ -25,10 +27,9 @@ def check_options(config, num_layers: int) -> dict:
     check_epsilon("mhla_feature_eps", config.mhla_feature_eps)
     if config.mhla_denominator_eps is not None:
         check_epsilon("mhla_denominator_eps", config.mhla_denominator_eps)
-    layers = config.mhla_layers
     return {
-        "mhla_layers": None if layers is None else check_layers(layers, num_layers),
-        "mhla_block_grid": check_block_grid(config.mhla_block_grid),
+        "mhla_layers": chosen_layers(config.mhla_layers, num_layers),
+        "mhla_block_grid": check_block_grid(config.mhla_block_grid, axes),
     }
 
 
@@ -64,15 +65,39 @@ def check_epsilon(name: str, value) -> None:
         raise ValueError(f"{name}={value!r}: give a finite number of at least 0, such as 1e-6")
 
 
-def check_block_grid(block_grid) -> list[int]:
-    """Blocks per axis as a list of two ints; ValueError on anything else."""
+def check_block_grid(block_grid, axes: int = 2) -> list[int]:
+    """Blocks per axis as a list of as many ints as there are axes, 2 or 3; ValueError on anything else."""
     counts = list(block_grid) if isinstance(block_grid, (list, tuple)) else []
-    if len(counts) != 2 or any(type(count) is not int or count < 1 for count in counts):
-        raise ValueError(
-            f"block_grid={block_grid!r}: give the number of blocks per axis as two positive integers "
-            "(rows, columns), such as (4, 4)"
-        )
+    if len(counts) != axes or any(type(count) is not int or count < 1 for count in counts):
+        wanted = {
+            2: "two positive integers (rows, columns), such as (4, 4)",
+            3: "three positive integers (frames, rows, columns), such as (3, 5, 10)",
+        }
+        raise ValueError(f"block_grid={block_grid!r}: give the number of blocks per axis as {wanted[axes]}")
     return counts
+
+
+def chosen_layers(layers, num_layers: int) -> list[int] | None:
+    """The layers that use MHLA: None for all of them, else sorted indices.
+
+    Args:
+        layers: "all" or None; a share such as "2/3", where of every 3 layers the last 2 use MHLA and the others (0, 3,
+            6, ...) do not; or indices.
+
+    Raises ValueError on anything else.
+    """
+    if layers is None or layers == "all":
+        return None
+    if not isinstance(layers, str):
+        return check_layers(layers, num_layers)
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", layers)
+    used, period = map(int, match.groups()) if match else (0, 0)
+    if not 0 < used < period:
+        raise ValueError(
+            f"layers={layers!r}: give 'all' or a list of layer indices, or a share such as '2/3' (all but layers 0, 3, "
+            "6, ...)"
+        )
+    return [index for index in range(num_layers) if index % period >= period - used]
 
 
 def check_layers(layers, num_layers: int) -> list[int]:
