@@ -9,7 +9,7 @@ import torch
 from .derived import derived
 from .partition import Partition
 
-__all__ = ["GridRope", "angle_tables", "three_axes"]
+__all__ = ["GridRope", "angle_tables", "exact_dtype", "three_axes"]
 
 
 class GridRope(NamedTuple):
@@ -38,19 +38,26 @@ def three_axes(frequencies: torch.Tensor) -> torch.Tensor:
     return build() if torch.compiler.is_compiling() else derived(frequencies, "three axes", build)
 
 
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """In which angles are computed: float64, or float32 where the device has nothing wider."""
+    return torch.float32 if device.type in ("mps", "npu") else torch.float64
+
+
 def angle_tables(rope, part: Partition, dtype: torch.dtype = torch.float32):
     """A rotation as `(cos, sin)`, `(N, D / 2)` each: given so, or as `(frequencies of three axes, None)`.
 
-    The angles are computed in float64: far from the origin float32 would lose the last digits of their products.
+    The angles are computed in float64 where there is one: far from the origin float32 would lose the last digits of
+    their products.
     """
     if rope is None or rope[1] is not None:
         return rope
     frequencies, layout = rope[0], part.layout
+    exact = exact_dtype(frequencies.device)
 
     def build() -> tuple[torch.Tensor, torch.Tensor]:
-        axes = [torch.arange(size, device=frequencies.device, dtype=torch.float64) for size in layout[:3]]
+        axes = [torch.arange(size, device=frequencies.device, dtype=exact) for size in layout[:3]]
         places = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 2)  # (N, 3)
-        angle = (places[:, :, None] * frequencies.detach().double()).sum(dim=1)
+        angle = (places[:, :, None] * frequencies.detach().to(exact)).sum(dim=1)
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
     if torch.compiler.is_compiling():
