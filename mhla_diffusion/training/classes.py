@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .config import DataConfig
 from .emoji_sprites import BUILD_HINT
+from .picture_files import check_path, list_pictures
 
 
 def emoji_labels(path: str | Path, field: str, split: str | None = None) -> list[str]:
@@ -37,8 +38,6 @@ def class_names(config: DataConfig) -> list[str]:
     Raises:
         ValueError: no classes, composed scenes (which have none), or a name with a comma.
     """
-    from .data import check_path, list_pictures
-
     check_path(config)
     if config.kind == "emoji":
         if config.compositions:

@@ -12,13 +12,13 @@ from mhla_diffusion.training.components import build_components
 from mhla_diffusion.training.config import DataConfig
 from mhla_diffusion.training.data import (
     bucket_sizes,
-    list_pictures,
     nearest_bucket,
     open_source,
     read_picture,
 )
 from mhla_diffusion.training.feed import Feed
 from mhla_diffusion.training.latents import caption_table, load_or_encode
+from mhla_diffusion.training.picture_files import list_pictures
 from mhla_diffusion.training.recipe import load_recipe
 
 CPU = torch.device("cpu")
