@@ -44,9 +44,11 @@ def number_list(text: str) -> list[int]:
 
 
 def layer_choice(text: str) -> str | list[int]:
-    """Layers as typed: "all", "none" or numbers joined by commas."""
-    if text in ("all", "none"):
-        return "all" if text == "all" else []
+    """Layers as typed: "all", "none", a share such as "2/3", or numbers joined by commas."""
+    if text == "none":
+        return []
+    if text == "all" or "/" in text:
+        return text
     return number_list(text)
 
 
@@ -192,12 +194,12 @@ def add_convert(commands) -> None:
         metavar="OUT",
         help="new folder: a pipeline if SOURCE is one or --pipeline is given, else a model",
     )
-    add("--block-grid", type=number_list, metavar="ROWS,COLUMNS",
-        help="blocks of tokens per axis (default: 4,4; for an MHLA-DiT checkpoint its own)")  # fmt: skip
-    add("--layers", type=layer_choice, metavar="all|none|N[,N...]",
-        help="layers that become MHLA (default: all); an MHLA model keeps its own")  # fmt: skip
+    add("--block-grid", type=number_list, metavar="[FRAMES,]ROWS,COLUMNS",
+        help="blocks of tokens per axis (default: 4,4; Wan: 3,5,10; an MHLA checkpoint's own)")  # fmt: skip
+    add("--layers", type=layer_choice, metavar="all|none|2/3|N[,N...]",
+        help="layers that become MHLA (default: all; 2/3: not 0, 3, 6, ...); an MHLA model keeps its own")  # fmt: skip
     add("--from", dest="layout", default="auto", metavar="LAYOUT",
-        help="auto, diffusers, dit, sana, sana-sprint, or official for the released MHLA-DiT code "
+        help="auto, diffusers, dit, sana, sana-sprint, wan, or the released MHLA code's: official (DiT), wan-mhla "
         "(default: %(default)s)")  # fmt: skip
     add("--config", metavar="FILE",
         help="JSON with arguments of the model that an original checkpoint does not tell")  # fmt: skip

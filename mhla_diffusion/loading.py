@@ -121,10 +121,12 @@ def check_layout(folder: Path) -> None:
         )
     original = original_files(folder)
     if original:
+        first = original[0]
+        what = "Wan's config.json" if first == folder else first.relative_to(folder)
         raise ValueError(
-            f"{folder} holds a model in its original layout ({original[0].relative_to(folder)}, no "
-            f"model_index.json): `mhla convert {original[0]} {folder}-mhla --pipeline PIPELINE` makes a pipeline of it "
-            "(DiT, SANA and MHLA-DiT), where PIPELINE is a Diffusers folder that has the other components"
+            f"{folder} holds a model in its original layout ({what}, no model_index.json): `mhla convert {first} "
+            f"{folder}-mhla --pipeline PIPELINE` makes a pipeline of it (DiT, SANA, Wan and their MHLA kinds), where "
+            "PIPELINE is a Diffusers folder that has the other components"
         )
 
 

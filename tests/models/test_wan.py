@@ -44,8 +44,8 @@ SHRUNK = pytest.mark.filterwarnings("ignore:the token grid holds only")
 
 
 def public(config) -> dict:
-    listed = json.loads(json.dumps(dict(config)))  # tuples come back from a file as lists
-    return {name: value for name, value in listed.items() if not name.startswith("_")}
+    fields = {name: value for name, value in config.items() if not name.startswith("_")}
+    return json.loads(json.dumps(fields))  # tuples come back from a file as lists
 
 
 def test_every_stock_argument_has_the_stock_default():

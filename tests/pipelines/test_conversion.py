@@ -257,7 +257,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(tmp_path, stock):
 def test_a_config_that_does_not_fit_is_refused(tmp_path, stock):
     out, config = tmp_path / "out", (stock / "config.json").read_text()
     for changes, named in [
-        ({"_class_name": "WanTransformer3DModel"}, "the model is a WanTransformer3DModel"),
+        ({"_class_name": "FluxTransformer2DModel"}, "the model is a FluxTransformer2DModel"),
         ({"mhla_layerz": [0]}, "'mhla_layerz', which SanaTransformer2DModel does not know"),
         ({"num_layer": 2}, "did you mean num_layers?"),
         ({"num_layers": 3}, "lacks"),
