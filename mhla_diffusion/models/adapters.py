@@ -29,6 +29,8 @@ class AdapterMixin:
     _before_adapter: dict[str, torch.Tensor] | None = None
     _bringing_adapter: str | None = None
     _adapter_is_fused = False
+    # Reads LoRA files of this family, also those that other programs wrote.
+    _lora_loader = SanaLoraLoaderMixin
 
     def load_lora_adapter(self, source, prefix: str | None = PREFIX, hotswap: bool = False, **kwargs) -> None:
         """As in Diffusers, where `source` may hold new weights of this model as well.
@@ -48,7 +50,7 @@ class AdapterMixin:
                 "token",
             )
             where = {name: kwargs.pop(name) for name in (*names, "weight_name") if name in kwargs}
-            source, metadata = SanaLoraLoaderMixin.lora_state_dict(source, return_lora_metadata=True, **where)
+            source, metadata = self._lora_loader.lora_state_dict(source, return_lora_metadata=True, **where)
             kwargs.setdefault("metadata", metadata)
         if kwargs.get("metadata"):  # what it lists there comes without PEFT
             kwargs["metadata"] = {

@@ -6,6 +6,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from diffusers.configuration_utils import register_to_config
 from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
+from diffusers.loaders import WanLoraLoaderMixin
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed, WanTransformerBlock
 from torch import nn
 
@@ -141,6 +142,7 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
     _repeated_blocks = ["MHLAWanTransformerBlock"]
     _keep_in_fp32_modules = [*WanTransformer3DModel._keep_in_fp32_modules, "mixing"]
     _layers_in = "blocks"
+    _lora_loader = WanLoraLoaderMixin
     default_block_grid = (3, 5, 10)
 
     @register_to_config
