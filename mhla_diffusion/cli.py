@@ -1,7 +1,7 @@
 """The command `mhla`. Each subcommand checks what was typed and calls the library, which does the work.
 
 Exit status: 0 done; 1 some prompts failed, the others are drawn; 2 a mistake in what was typed, nothing was
-done; 130 interrupted. Heavy modules are imported only by the subcommand that needs them.
+done; 3 weights are missing; 130 interrupted. Heavy modules are imported only by the subcommand that needs them.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from mhla_diffusion.evaluation.commands import add_eval
 from mhla_diffusion.weights import DEFAULT_PIPELINE
 
 
@@ -61,6 +62,7 @@ def build_parser() -> OneLineParser:
     add_env(commands)
     add_train(commands)
     add_convert(commands)
+    add_eval(commands, add_command, OneLineParser)
     add_bench(commands)
     return parser
 
@@ -358,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--traceback" in arguments:
             raise
         print(f"mhla: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return getattr(error, "exit_status", 2)
     except KeyboardInterrupt:
         print("mhla: interrupted", file=sys.stderr)
         return 130

@@ -1,0 +1,202 @@
+"""`mhla eval`: what is typed, checked and handed to the library. Imports nothing heavy before a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from .image_protocols import METRICS, PROTOCOLS
+
+
+def add_eval(commands, add_command: Callable, parser_class: type) -> None:
+    """Put `eval` and its parts among the subcommands; `add_command` is that of the command line."""
+    summary = "Score pictures: distances between sets, reference statistics, what can run here."
+    parser = commands.add_parser("eval", help=summary, description=summary)
+    parts = parser.add_subparsers(title="parts", metavar="PART", required=True, parser_class=parser_class)
+    add_run(parts, add_command)
+    add_stats(parts, add_command)
+    add_list(parts, add_command)
+
+
+def pair(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not (name and sign and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
+    return name, value
+
+
+def add_options(parser) -> None:
+    """What `run` and `stats` share."""
+    add = parser.add_argument
+    add("--weights", type=pair, nargs="+", action="extend", default=[], metavar="ROLE=PATH",
+        help="files of weights, for example inception=path/to/pt_inception-2015-12-05-6726825d.pth")  # fmt: skip
+    add("--limit", type=int, metavar="N", help="only the first N pictures of each set")
+    add("--mixed-sizes", action="store_true", help="allow pictures of several sizes in one set")
+    add("--background", metavar="COLOUR", help="what transparent pictures are laid on, for example white")
+    add("--batch-size", type=int, default=50, help="pictures in the network at a time (default: %(default)s)")
+    add("--workers", type=int, default=0, help="processes that decode pictures (default: %(default)s)")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+
+
+def add_run(parts, add_command: Callable) -> None:
+    parser = add_command(
+        parts,
+        "run",
+        run_protocol,
+        "Compare a set of pictures with a reference, by a protocol of `mhla eval list`.",
+        "A set is a folder, an .npz with arr_0 or a .tar; a reference may also be an .npz of statistics, ours or "
+        "ADM's. Exit status: 2 a mistake, nothing was computed; 3 weights are missing.",
+    )
+    add = parser.add_argument
+    add("protocol", metavar="PROTOCOL", help=", ".join(PROTOCOLS))
+    add("--samples", required=True, metavar="SET", help="what is scored")
+    add("--reference", required=True, metavar="SET", help="real pictures, or their statistics")
+    add("--samples-split", metavar="NAME", help="of a .tar")
+    add("--reference-split", metavar="NAME", help="of a .tar, for example train")
+    add("--metrics", nargs="+", choices=METRICS, help="only these")
+    add("--floor", action="store_true", help="also compare one half of the reference with the other")
+    add("--seed", type=int, default=0, help="of KID's subsets (default: %(default)s)")
+    add("--out", default="outputs/eval.json", metavar="FILE", help="JSON (default: %(default)s)")
+    add_options(parser)
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    for name in ("batch_size", "limit", "workers"):
+        value = getattr(args, name)
+        least = 0 if name == "workers" else 1
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: give at least {least}")
+
+
+def opened(args: argparse.Namespace, source: str, split: str | None = None):
+    from .picture_sets import open_pictures
+
+    return open_pictures(
+        source, limit=args.limit, split=split, mixed_sizes=args.mixed_sizes, background=args.background
+    )
+
+
+def progress_bar(total: int):
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="picture", disable=not sys.stderr.isatty(), leave=False)
+
+
+def run_protocol(args: argparse.Namespace) -> int:
+    from .image_protocols import find_protocol
+
+    protocol = find_protocol(args.protocol)
+    check_numbers(args)
+
+    from .image_scores import as_lines, score, write_result
+    from .picture_sets import holds_pictures
+    from .reference_statistics import holds_statistics, read_statistics
+
+    samples = opened(args, args.samples, args.samples_split)
+    path = Path(args.reference)
+    statistics = read_statistics(path) if holds_statistics(path) else None
+    pictures = None
+    if statistics is None or holds_pictures(path):
+        pictures = opened(args, args.reference, args.reference_split)
+    total = len(samples) + (len(pictures) if pictures else 0)
+    with progress_bar(total) as bar:
+        result = score(
+            samples,
+            statistics or pictures,
+            protocol,
+            reference_pictures=pictures,
+            metrics=tuple(args.metrics) if args.metrics else None,
+            weights=dict(args.weights),
+            device=args.device,
+            batch_size=args.batch_size,
+            workers=args.workers,
+            seed=args.seed,
+            floor=args.floor,
+            progress=bar.update,
+        )
+    write_result(result, Path(args.out))
+    for line in as_lines(result):
+        print(line)
+    for note in result["warnings"]:
+        print(f"mhla: {note}", file=sys.stderr)
+    print(f"{args.out} written")
+    return 0
+
+
+def add_stats(parts, add_command: Callable) -> None:
+    parser = add_command(
+        parts,
+        "stats",
+        run_stats,
+        "Write the mean and covariance of a set's features, the reference of later runs.",
+        "The file holds mu and sigma (and mu_s, sigma_s for sFID) as ADM's evaluator reads them.",
+    )
+    add = parser.add_argument
+    add("pictures", metavar="SET", help="folder, .npz with arr_0, or .tar")
+    add("out", metavar="OUT.npz", help="file to write")
+    add("--protocol", default="fid_adm", help="whose network and resize (default: %(default)s)")
+    add("--split", metavar="NAME", help="of a .tar")
+    add_options(parser)
+
+
+def run_stats(args: argparse.Namespace) -> int:
+    from .image_protocols import find_protocol
+
+    protocol = find_protocol(args.protocol)
+    check_numbers(args)
+    out = Path(args.out)
+    if out.suffix != ".npz":
+        raise ValueError(f"{out} must end with .npz")
+
+    from .image_scores import build_extractor, environment, gather
+    from .reference_statistics import write_statistics
+
+    pictures = opened(args, args.pictures, args.split)
+    metrics = tuple(metric for metric in protocol.metrics if metric in ("fd", "sfd"))
+    if not metrics:
+        raise ValueError(
+            f"protocol {protocol.name} compares no means and covariances: give its pictures to eval run"
+        )
+    extractor = build_extractor(protocol, dict(args.weights), args.device, metrics)
+    taps = set(extractor.taps)
+    with progress_bar(len(pictures)) as bar:
+        found = gather(
+            pictures,
+            extractor,
+            moments=taps,
+            batch_size=args.batch_size,
+            workers=args.workers,
+            progress=bar.update,
+        )
+    about = {"features": extractor.about, "pictures": pictures.about(), "environment": environment(extractor)}
+    moments = {tap: found.moments(tap, "set") for tap in sorted(taps)}
+    write_statistics(out, moments, about)
+    width = max(extractor.taps.values())
+    if found.count <= width:
+        print(
+            f"mhla: {found.count} pictures for {width} features: too few for a full covariance",
+            file=sys.stderr,
+        )
+    print(f"{out} written ({found.count} pictures, {', '.join(moments)})")
+    return 0
+
+
+def add_list(parts, add_command: Callable) -> None:
+    add_command(parts, "list", run_list, "Protocols, and which of them can run here.")
+
+
+def run_list(args: argparse.Namespace) -> int:
+    from .faults import MissingWeights
+    from .networks.weight_files import find_weights
+
+    for protocol in PROTOCOLS.values():
+        print(f"{protocol.name:16} {protocol.summary} ({', '.join(protocol.metrics)})")
+        for role in protocol.roles:
+            try:
+                found = find_weights(role)
+                print(f"{'':16} ready: {role} from {found.path} ({found.why})")
+            except MissingWeights as error:
+                print(f"{'':16} not ready: {error}")
+    return 0

@@ -1,0 +1,320 @@
+"""Compares a set of pictures with a reference: one pass through the network for each, every metric from it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..pipelines.pictures import write_atomically
+from ..provenance import DISTRIBUTIONS, versions
+from .faults import InsufficientSamples, ReferenceMismatch
+from .image_protocols import METRICS, ImageProtocol
+from .metrics.frechet import unclamped_distance
+from .metrics.inception_score import inception_score
+from .metrics.kernel import clip_discrepancy, kernel_distance
+from .metrics.moments import Moments, empty_state, merge_two, moments_of_state, state_of
+from .metrics.neighbours import precision_recall
+from .networks import extractors
+from .networks.extractors import Extractor
+from .picture_sets import PictureSet, compare_sets
+from .reference_statistics import Statistics, check_reference
+
+SCHEMA = 1
+KID_SUBSET = 1000
+
+
+def build_extractor(
+    protocol: ImageProtocol, weights: Mapping[str, str], device: str, metrics: tuple[str, ...] | None = None
+) -> Extractor:
+    """The protocol's network with the taps that its metrics read.
+
+    Args:
+        weights: role -> path; roles that are not in it are looked for.
+
+    Raises MissingWeights (every place searched), or ValueError for a role that the protocol does not use.
+    """
+    foreign = sorted(weights.keys() - set(protocol.roles))
+    if foreign:
+        raise ValueError(
+            f"protocol {protocol.name} uses no weights {foreign[0]!r}: it uses {', '.join(protocol.roles) or 'none'}"
+        )
+    if protocol.features == "inception":
+        wanted = {METRICS[metric][0] for metric in (metrics or protocol.metrics)}
+        taps = tuple(tap for tap in ("spatial", "pool", "logits") if tap in wanted)
+        path = next(iter(weights.values()), None)
+        return extractors.inception(taps, protocol=protocol.resize, weights=path, device=device)
+    if protocol.features == "efficientnet":
+        return extractors.efficientnet(device=device)
+    if protocol.features == "random":
+        return extractors.random_network(device=device)
+    return extractors.transformers_vision(protocol.features, weights.get(protocol.features), device=device)
+
+
+class Gathered:
+    """What one pass over a set leaves: moments of some taps, and the features themselves of others."""
+
+    def __init__(self, extractor: Extractor, moments: set[str], features: set[str]):
+        self.states = {tap: empty_state(extractor.taps[tap]).to(extractor.device) for tap in moments}
+        self.parts: dict[str, list[Tensor]] = {tap: [] for tap in features}
+        self.count = 0
+
+    def add(self, found: dict[str, Tensor]) -> None:
+        self.count += len(next(iter(found.values())))
+        for tap, state in self.states.items():
+            self.states[tap] = merge_two(state, state_of(found[tap]))
+        for tap, parts in self.parts.items():
+            parts.append(found[tap].cpu())
+
+    def moments(self, tap: str, what: str) -> Moments:
+        return moments_of_state(self.states[tap].cpu(), what)
+
+    def features(self, tap: str) -> Tensor:
+        return torch.cat(self.parts[tap])
+
+
+def gather(
+    pictures: PictureSet,
+    extractor: Extractor,
+    *,
+    moments: set[str],
+    features: set[str] = frozenset(),
+    batch_size: int = 50,
+    workers: int = 0,
+    progress: Callable[[int], object] = lambda count: None,
+) -> Gathered:
+    """One pass. `progress(n)` is called with the number of pictures of each batch.
+
+    Raises InsufficientSamples for fewer than two pictures, ValueError for what `PictureSet.batches` refuses.
+    """
+    if len(pictures) < 2:
+        raise InsufficientSamples(
+            f"{pictures.source} has {len(pictures)} picture: give at least 2 images per side"
+        )
+    gathered = Gathered(extractor, set(moments), set(features))
+    for batch in pictures.batches(batch_size, workers=workers):
+        gathered.add(extractor(batch))
+        progress(len(batch))
+    return gathered
+
+
+def needs(metrics: tuple[str, ...]) -> tuple[set[str], set[str]]:
+    """Taps whose moments are wanted, and taps whose features are kept."""
+    moments = {METRICS[m][0] for m in metrics if m in ("fd", "sfd")}
+    kept = {METRICS[m][0] for m in metrics if m not in ("fd", "sfd")}
+    return moments, kept
+
+
+def check_metrics(
+    protocol: ImageProtocol, metrics: tuple[str, ...] | None, pictures: bool
+) -> tuple[str, ...]:
+    """The metrics to compute. Raises ValueError for one that the protocol, or the reference, does not have."""
+    chosen = tuple(metrics or protocol.metrics)
+    unknown = [metric for metric in chosen if metric not in protocol.metrics]
+    if unknown:
+        raise ValueError(
+            f"protocol {protocol.name} has no {unknown[0]!r}: it has {', '.join(protocol.metrics)}"
+        )
+    if not pictures:
+        lost = [metric for metric in chosen if metric not in ("fd", "sfd", "inception_score")]
+        if lost and metrics:
+            raise ReferenceMismatch(
+                f"{lost[0]} needs the reference's pictures, it holds statistics only: give pictures"
+            )
+        chosen = tuple(metric for metric in chosen if metric not in lost)
+    if not chosen:
+        raise ReferenceMismatch(
+            f"protocol {protocol.name} needs the reference's pictures: give a folder, .npz or .tar"
+        )
+    return chosen
+
+
+def score(
+    samples: PictureSet,
+    reference: PictureSet | Statistics,
+    protocol: ImageProtocol,
+    *,
+    reference_pictures: PictureSet | None = None,
+    metrics: tuple[str, ...] | None = None,
+    weights: Mapping[str, str] | None = None,
+    extractor: Extractor | None = None,
+    device: str = "auto",
+    batch_size: int = 50,
+    workers: int = 0,
+    seed: int = 0,
+    floor: bool = False,
+    progress: Callable[[int], object] = lambda count: None,
+) -> dict:
+    """Result of a comparison, ready for JSON.
+
+    Args:
+        reference_pictures: beside statistics, for metrics that need pictures, as ADM's files hold 10,000 of them.
+        metrics: some of the protocol's (default: all that the reference allows).
+        weights: role -> path. extractor: a network in hand, in place of the protocol's.
+        seed: of KID's subsets.
+        floor: also compare the reference's even with its odd pictures, what a perfect sampler would get.
+
+    Raises:
+        MissingWeights, InsufficientSamples, ReferenceMismatch, ValueError: nothing was computed.
+    """
+    statistics = reference if isinstance(reference, Statistics) else None
+    pictures = reference_pictures if statistics else reference
+    chosen = check_metrics(protocol, metrics, pictures is not None)
+    if floor and pictures is None:
+        raise ReferenceMismatch(
+            f"a floor needs the reference's pictures, {reference.path} holds statistics only"
+        )
+    notes = compare_sets(samples, pictures) if pictures is not None else []
+    extractor = extractor or build_extractor(protocol, weights or {}, device, chosen)
+    moments, kept = needs(chosen)
+    if statistics:
+        notes += check_reference(
+            statistics, extractor.about, {tap: extractor.taps[tap] for tap in sorted(moments)}
+        )
+    started = time.perf_counter()
+    how = {"batch_size": batch_size, "workers": workers, "progress": progress}
+    ours = gather(samples, extractor, moments=moments, features=kept, **how)
+    wanted = kept - {"logits"} | (
+        moments if floor else set()
+    )  # the floor compares halves, so it needs the features
+    theirs = None
+    if pictures is not None and (wanted or not statistics):
+        theirs = gather(pictures, extractor, moments=set() if statistics else moments, features=wanted, **how)
+    compared = time.perf_counter()
+    values = values_of(chosen, ours, theirs, statistics, protocol, seed, notes)
+    result = {
+        "schema_version": SCHEMA,
+        "protocol": protocol.name,
+        "values": values,
+        "warnings": notes,
+        "features": extractor.about,
+        "inputs": {"samples": samples.about(), "reference": about_reference(statistics, pictures)},
+        "settings": {
+            "metrics": list(chosen),
+            "batch_size": batch_size,
+            "kid_seed": seed,
+            "arithmetic": protocol.arithmetic,
+            "split_size": protocol.split_size,
+        },
+        "environment": environment(extractor),
+        "timings": {"features_seconds": round(compared - started, 3)},
+    }
+    if floor:
+        result["floor"] = floor_of(theirs, moments)
+    result["timings"]["metrics_seconds"] = round(time.perf_counter() - compared, 3)
+    return result
+
+
+def values_of(
+    metrics: tuple[str, ...],
+    ours: Gathered,
+    theirs: Gathered | None,
+    statistics: Statistics | None,
+    protocol: ImageProtocol,
+    seed: int,
+    notes: list[str],
+) -> dict[str, dict]:
+    """Metric -> its row; warnings are put into `notes`."""
+    values: dict[str, dict] = {}
+
+    def put(metric: str, value: Tensor, std: Tensor | None = None, **more) -> None:
+        row = {"value": float(value), "n": ours.count, "higher_is_better": METRICS[metric][1], **more}
+        values[metric] = row if std is None else row | {"std": float(std)}
+
+    for metric in metrics:
+        tap = METRICS[metric][0]
+        if metric in ("fd", "sfd"):
+            fake = ours.moments(tap, "sample set")
+            real = statistics.moments[tap] if statistics else theirs.moments(tap, "reference")
+            width = len(fake.mean)
+            for what, count in (("samples", fake.count), ("reference pictures", real.count)):
+                if count is not None and count <= width:
+                    notes.append(
+                        f"{metric}: {count} {what} for {width} features: too few for a covariance of full rank; the "
+                        "distance is biased upwards, compare it only at equal counts"
+                    )
+            value = unclamped_distance(real, fake)
+            put(metric, value.clamp(min=0), unclamped=float(value), reference_n=real.count)
+        elif metric == "kid":
+            size = min(KID_SUBSET, ours.count, theirs.count)
+            if size < KID_SUBSET:
+                notes.append(f"kid: subsets of {size} pictures, for want of {KID_SUBSET}")
+            draw = torch.Generator().manual_seed(seed)
+            found = kernel_distance(
+                theirs.features(tap), ours.features(tap), subset_size=size, generator=draw
+            )
+            put(metric, *found, subset_size=size, subsets=100, reference_n=theirs.count)
+        elif metric in ("precision", "recall"):
+            if metric not in values:
+                found = precision_recall(
+                    theirs.features(tap), ours.features(tap), arithmetic=protocol.arithmetic
+                )
+                for name in {"precision", "recall"} & set(metrics):
+                    put(name, getattr(found, name), k=3, reference_n=theirs.count)
+        elif metric == "cmmd":
+            put(metric, clip_discrepancy(theirs.features(tap), ours.features(tap)), reference_n=theirs.count)
+        elif metric == "inception_score":
+            put(metric, *inception_score(ours.features(tap), split_size=protocol.split_size))
+    return {metric: values[metric] for metric in metrics}
+
+
+def floor_of(reference: Gathered, taps: set[str]) -> dict[str, dict]:
+    """Fréchet distance of the reference's even pictures to its odd ones, by tap."""
+    found = {}
+    for tap in sorted(taps):
+        features = reference.features(tap)
+        halves = [moments_of_state(state_of(features[first::2]), "half of the reference") for first in (0, 1)]
+        found[tap] = {
+            "value": float(unclamped_distance(*halves).clamp(min=0)),
+            "n": halves[0].count,
+            "reference_n": halves[1].count,
+        }
+    return found
+
+
+def about_reference(statistics: Statistics | None, pictures: PictureSet | None) -> dict:
+    found = {} if pictures is None else pictures.about()
+    if statistics:
+        found |= {"statistics": statistics.path, "sha256": statistics.sha256, "about": statistics.about}
+    return found
+
+
+def environment(extractor: Extractor) -> dict:
+    where = extractor.device
+    name = torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu"
+    return {
+        "device": name,
+        "precision": "float32 features, float64 distances",
+        "versions": versions((*DISTRIBUTIONS, "torchmetrics")),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write_result(result: dict, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, lambda file: file.write((json.dumps(result, indent=1) + "\n").encode()))
+
+
+TITLES = {"fd": "FD", "sfd": "sFD", "kid": "KID", "inception_score": "IS", "cmmd": "CMMD"}
+INCEPTION_TITLES = {"fd": "FID", "sfd": "sFID"}
+
+
+def as_lines(result: dict) -> list[str]:
+    """The values as people read them; only Inception's distances are called FID."""
+    titles = TITLES | (INCEPTION_TITLES if result["features"]["network"].startswith("inception") else {})
+    lines = []
+    for metric, row in result["values"].items():
+        spread = f" +- {row['std']:.4g}" if "std" in row else ""
+        lines.append(
+            f"{titles.get(metric, metric):12} {row['value']:.6g}{spread}  ({result['protocol']}, n={row['n']})"
+        )
+    for tap, row in result.get("floor", {}).items():
+        lines.append(
+            f"floor {tap:6} {row['value']:.6g}  (halves of the reference, {row['n']} and {row['reference_n']})"
+        )
+    return lines

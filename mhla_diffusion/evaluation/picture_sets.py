@@ -1,0 +1,347 @@
+"""Sets of pictures, read in order and in batches: a folder, an .npz of samples, a tar of pictures, a tensor."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageColor
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from .networks.preparation import as_uint8
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
+CODECS = {".jpg": "jpeg", ".jpeg": "jpeg"}  # of the others the suffix is the name
+
+
+class PictureSet:
+    """Pictures of one source. `about` says what was read; sizes and colours are known after a pass.
+
+    Args:
+        mixed_sizes: allow pictures of several sizes; each is resized by the network's protocol on its own.
+        background: colour that transparent pictures are laid on; without it they are refused.
+    """
+
+    codecs: dict[str, int]
+
+    def __init__(self, source: str, count: int, *, mixed_sizes: bool = False, background: str | None = None):
+        if background is not None:
+            try:
+                ImageColor.getrgb(background)
+            except ValueError:
+                raise ValueError(f"background {background!r} is no colour: give a name or #rrggbb") from None
+        self.source, self.count, self.mixed_sizes, self.background = source, count, mixed_sizes, background
+        self.sizes: Counter[tuple[int, int]] = Counter()  # (height, width), of the last pass
+        self.modes: Counter[str] = Counter()
+        self.codecs = {}
+
+    def __len__(self) -> int:
+        return self.count
+
+    def listing(self) -> str:
+        """sha256 that tells two sets apart without decoding them."""
+        raise NotImplementedError
+
+    def name_of(self, index: int) -> str:
+        return f"picture {index}"
+
+    def read(self, start: int, end: int, step: int, batch_size: int, workers: int) -> Iterator[list]:
+        """Lists of (index, uint8 (3, H, W), mode)."""
+        raise NotImplementedError
+
+    def batches(
+        self, batch_size: int = 50, *, start: int = 0, step: int = 1, workers: int = 0
+    ) -> Iterator[Tensor]:
+        """uint8 `(n, 3, H, W)`, at most `batch_size` pictures of one size each, in order.
+
+        Args:
+            start, step: which pictures; process r of R takes start=r, step=R, so that none is read twice.
+            workers: processes that decode.
+
+        Raises ValueError for an unreadable picture, several sizes, or transparency without a background; it names one.
+        """
+        self.sizes.clear()
+        self.modes.clear()
+        for part in self.read(start, self.count, step, batch_size, workers):
+            kept: list[Tensor] = []
+            for index, picture, mode in part:
+                if isinstance(picture, str):
+                    raise ValueError(f"{self.name_of(index)}: {picture}")
+                size = tuple(picture.shape[1:])
+                if self.sizes and size not in self.sizes and not self.mixed_sizes:
+                    first = next(iter(self.sizes))
+                    raise ValueError(
+                        f"{self.source} mixes sizes: {first[1]}x{first[0]} and, {self.name_of(index)}, "
+                        f"{size[1]}x{size[0]}; give pictures of one size, or allow it with --mixed-sizes"
+                    )
+                self.sizes[size] += 1
+                self.modes[mode] += 1
+                if kept and kept[0].shape != picture.shape:
+                    yield torch.stack(kept)
+                    kept = []
+                kept.append(picture)
+            if kept:
+                yield torch.stack(kept)
+
+    def about(self) -> dict:
+        """What result files store about the set."""
+        return {
+            "source": self.source,
+            "pictures": self.count,
+            "listing_sha256": self.listing(),
+            "codecs": self.codecs,
+            "sizes": {f"{width}x{height}": n for (height, width), n in sorted(self.sizes.items())},
+            "modes": dict(sorted(self.modes.items())),
+            "background": self.background,
+        }
+
+
+def decode(file, background: str | None) -> tuple[Tensor | str, str]:
+    """uint8 `(3, H, W)` (or what is wrong with the picture) and its mode on disk."""
+    try:
+        with Image.open(file) as image:
+            image.load()
+            mode = image.mode
+            if image.has_transparency_data:
+                image = image.convert("RGBA")
+                if image.getextrema()[3][0] < 255:
+                    if background is None:
+                        return (
+                            "it is transparent; name what lies behind it, for example --background white",
+                            mode,
+                        )
+                    image = Image.alpha_composite(Image.new("RGBA", image.size, background), image)
+            array = np.asarray(image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"cannot be read ({' '.join(str(error).split())})", "unreadable"
+    return torch.from_numpy(array.copy()).permute(2, 0, 1).contiguous(), mode
+
+
+class _Files(Dataset):
+    def __init__(self, files: list[tuple[int, object]], background: str | None):
+        self.files, self.background = files, background
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, place: int) -> tuple[int, Tensor | str, str]:
+        index, file = self.files[place]
+        return index, *decode(io.BytesIO(file) if isinstance(file, bytes) else file, self.background)
+
+
+def as_list(items: list) -> list:
+    return items
+
+
+class Folder(PictureSet):
+    """Every picture below a folder, in the order of their paths."""
+
+    def __init__(self, path: Path, limit: int | None = None, **options):
+        # Programs put a picture's settings or a contact sheet beside pictures; only pictures count, hidden ones do not.
+        names = (p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+        self.files = sorted(names)[:limit]
+        if not self.files:
+            raise ValueError(f"{path} holds no pictures ({', '.join(sorted(SUFFIXES))}): give another folder")
+        super().__init__(str(path), len(self.files), **options)
+        suffixes = Counter(file.suffix.lower() for file in self.files)
+        for suffix, number in suffixes.items():
+            codec = CODECS.get(suffix, suffix[1:])
+            self.codecs[codec] = self.codecs.get(codec, 0) + number
+        self.root = path
+
+    def name_of(self, index: int) -> str:
+        return str(self.files[index])
+
+    def listing(self) -> str:
+        lines = (f"{file.relative_to(self.root).as_posix()} {file.stat().st_size}\n" for file in self.files)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    def read(self, start, end, step, batch_size, workers):
+        files = _Files([(i, self.files[i]) for i in range(start, end, step)], self.background)
+        return iter(DataLoader(files, batch_size, num_workers=workers, collate_fn=as_list))
+
+
+def holds_pictures(path: Path) -> bool:
+    """Whether an .npz has samples (arr_0)."""
+    return (
+        path.suffix == ".npz" and zipfile.is_zipfile(path) and "arr_0.npy" in zipfile.ZipFile(path).namelist()
+    )
+
+
+class Samples(PictureSet):
+    """`arr_0` of an .npz, uint8 `(N, H, W, 3)`, as samplers of DiT write it; never whole in memory."""
+
+    def __init__(self, path: Path, limit: int | None = None, **options):
+        self.path = path
+        with self.opened() as (_, shape):
+            self.shape = shape
+        super().__init__(str(path), shape[0] if limit is None else min(limit, shape[0]), **options)
+        self.codecs = {"npz": self.count}
+
+    @contextmanager
+    def opened(self):
+        """The stream of arr_0 behind its header, and its shape."""
+        try:
+            with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
+                first = np.lib.format.read_magic(member) == (1, 0)
+                header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+                shape, fortran, dtype = header(member)
+                if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or fortran:
+                    raise ValueError(
+                        f"{self.path}: arr_0 is {dtype} {shape}: give uint8 (N, height, width, 3)"
+                    )
+                yield member, shape
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise ValueError(f"{self.path} has no pictures in it (arr_0.npy): {error}") from None
+
+    def listing(self) -> str:
+        with zipfile.ZipFile(self.path) as archive:
+            info = archive.getinfo("arr_0.npy")
+        return hashlib.sha256(f"{self.shape} {self.count} {info.CRC:08x}".encode()).hexdigest()
+
+    def read(self, start, end, step, batch_size, workers):
+        size = int(np.prod(self.shape[1:]))
+        with self.opened() as (member, shape):
+            part = []
+            for index in range(end):
+                raw = member.read(size)
+                if len(raw) < size:
+                    raise ValueError(
+                        f"{self.path} is cut short at picture {index} of {shape[0]}: copy it again"
+                    )
+                if index < start or (index - start) % step:
+                    continue
+                picture = torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(shape[1:])
+                part.append((index, picture.permute(2, 0, 1).contiguous(), "RGB"))
+                if len(part) == batch_size:
+                    yield part
+                    part = []
+            if part:
+                yield part
+
+
+class Tar(PictureSet):
+    """Pictures of a tar, each with a JSON of the same name beside it; `split` keeps those whose JSON says so."""
+
+    def __init__(self, path: Path, limit: int | None = None, split: str | None = None, **options):
+        pictures, records = {}, {}
+        try:
+            with tarfile.open(path) as archive:
+                for member in archive:
+                    name = Path(member.name)
+                    if member.isfile() and name.suffix.lower() in SUFFIXES:
+                        pictures[str(name.with_suffix(""))] = (
+                            name.suffix.lower(),
+                            archive.extractfile(member).read(),
+                        )
+                    elif member.isfile() and name.suffix == ".json":
+                        records[str(name.with_suffix(""))] = json.loads(archive.extractfile(member).read())
+        except (tarfile.TarError, ValueError) as error:
+            raise ValueError(f"{path} is no readable tar ({error}): copy it again") from None
+        splits = sorted({str(record.get("split")) for record in records.values() if isinstance(record, dict)})
+        if split is not None and split not in splits:
+            raise ValueError(f"{path} has no split {split!r}: it has {', '.join(splits) or 'none'}")
+        keys = [
+            key for key in sorted(pictures) if split is None or records.get(key, {}).get("split") == split
+        ]
+        self.keys = keys[:limit]
+        if not self.keys:
+            raise ValueError(f"{path} holds no pictures: give another file")
+        self.encoded = [pictures[key][1] for key in self.keys]
+        super().__init__(f"{path}" + (f", split {split}" if split else ""), len(self.keys), **options)
+        self.codecs = dict(Counter(CODECS.get(s, s[1:]) for s in (pictures[key][0] for key in self.keys)))
+
+    def name_of(self, index: int) -> str:
+        return f"{self.keys[index]} of {self.source}"
+
+    def listing(self) -> str:
+        digest = hashlib.sha256()
+        for encoded in self.encoded:
+            digest.update(hashlib.sha256(encoded).digest())
+        return digest.hexdigest()
+
+    def read(self, start, end, step, batch_size, workers):
+        files = _Files([(i, self.encoded[i]) for i in range(start, end, step)], self.background)
+        return iter(DataLoader(files, batch_size, num_workers=workers, collate_fn=as_list))
+
+
+class Tensors(PictureSet):
+    """A tensor `(N, 3, H, W)`: uint8, or floats in [0, 1]."""
+
+    def __init__(self, pictures: Tensor, **options):
+        self.pictures = as_uint8(pictures).cpu()
+        super().__init__("tensor", len(pictures), **options)
+        self.codecs = {"tensor": self.count}
+
+    def listing(self) -> str:
+        digest = hashlib.sha256(str(tuple(self.pictures.shape)).encode())
+        digest.update(self.pictures.numpy().tobytes())
+        return digest.hexdigest()
+
+    def read(self, start, end, step, batch_size, workers):
+        chosen = list(range(start, end, step))
+        for first in range(0, len(chosen), batch_size):
+            yield [(i, self.pictures[i], "RGB") for i in chosen[first : first + batch_size]]
+
+
+def open_pictures(
+    source: str | Path | Tensor,
+    *,
+    limit: int | None = None,
+    split: str | None = None,
+    mixed_sizes: bool = False,
+    background: str | None = None,
+) -> PictureSet:
+    """The set behind a path or tensor.
+
+    Raises ValueError (one line) when there is nothing, or nothing that is a set of pictures.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit {limit}: give at least 1 picture")
+    options = {"mixed_sizes": mixed_sizes, "background": background}
+    if isinstance(source, Tensor):
+        return Tensors(source[:limit], **options)
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise ValueError(f"there is no {path}: give a folder of pictures, an .npz of samples or a .tar")
+    if path.is_dir():
+        found: PictureSet = Folder(path, limit, **options)
+    elif path.suffix == ".tar":
+        return Tar(path, limit, split, **options)
+    elif path.suffix == ".npz":
+        found = Samples(path, limit, **options)
+    else:
+        raise ValueError(f"{path} is no set of pictures: give a folder, an .npz with arr_0, or a .tar")
+    if split is not None:
+        raise ValueError(f"{path} has no splits: leave split out, or give a .tar whose JSON names them")
+    return found
+
+
+def compare_sets(samples: PictureSet, reference: PictureSet) -> list[str]:
+    """Warnings about two sets that are to be compared, before any is read.
+
+    Raises ValueError when both are one and the same.
+    """
+    found = []
+    if samples.listing() == reference.listing():
+        if samples.source == reference.source and not isinstance(samples, Tensors):
+            raise ValueError(f"{samples.source} is both the samples and the reference: give two sets")
+        found.append(
+            f"{samples.source} and {reference.source} list the same pictures: is one a copy of the other?"
+        )
+    if ("jpeg" in samples.codecs) != ("jpeg" in reference.codecs):
+        found.append(
+            f"samples are {', '.join(sorted(samples.codecs))}, the reference is {', '.join(sorted(reference.codecs))}: "
+            "JPEG alone moves FID (by about 3 at quality 95, 13 at 75); store both alike"
+        )
+    return found

@@ -1,0 +1,194 @@
+"""`mhla eval`: results, exit statuses, one line for a mistake."""
+
+import json
+import socket
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageFilter
+
+from mhla_diffusion.cli import main
+from mhla_diffusion.evaluation.image_protocols import PROTOCOLS
+from mhla_diffusion.evaluation.image_scores import score
+from mhla_diffusion.evaluation.networks.extractors import efficientnet, random_network
+from mhla_diffusion.evaluation.picture_sets import open_pictures
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("the network was asked for")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.delenv("MHLA_WEIGHTS", raising=False)
+
+
+def pattern(count: int, seed: int = 0, noise: float = 0.0, blur: float = 0.0) -> torch.Tensor:
+    """Discs of any place, size and colour."""
+    draw, disturb = np.random.default_rng(seed), np.random.default_rng(99)
+    rows, columns = np.mgrid[:40, :40]
+    found = []
+    for _ in range(count):
+        y, x, radius = draw.uniform(10, 30, 2).tolist() + [draw.uniform(4, 12)]
+        inside = ((rows - y) ** 2 + (columns - x) ** 2 < radius**2)[..., None]
+        picture = np.where(inside, draw.integers(0, 256, 3), draw.integers(0, 256, 3)).astype(float)
+        picture = (picture + disturb.normal(0, 1, picture.shape) * noise).clip(0, 255).astype(np.uint8)
+        image = Image.fromarray(picture).filter(ImageFilter.GaussianBlur(blur))
+        found.append(np.asarray(image))
+    return torch.from_numpy(np.stack(found)).permute(0, 3, 1, 2).contiguous()
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name, seed in (("samples", 1), ("real", 2)):
+        (tmp_path / name).mkdir()
+        for index, picture in enumerate(pattern(9, seed)):
+            Image.fromarray(picture.permute(1, 2, 0).numpy()).save(tmp_path / name / f"{index}.png")
+    return tmp_path
+
+
+def test_a_run_writes_all_it_was_made_with(folders, capsys):
+    command = [
+        "eval",
+        "run",
+        "smoke",
+        "--samples",
+        str(folders / "samples"),
+        "--reference",
+        str(folders / "real"),
+    ]
+    assert main([*command, "--out", str(folders / "a.json"), "--floor", "--batch-size", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert "FD" in out and "FID" not in out and "floor" in out and "too few for a covariance" in err
+    result = json.loads((folders / "a.json").read_text())
+    assert list(result["values"]) == ["fd", "kid", "precision", "recall"] and result["protocol"] == "smoke"
+    assert result["values"]["fd"]["n"] == result["values"]["fd"]["reference_n"] == 9
+    assert result["floor"]["pool"]["n"] == 5 and result["inputs"]["samples"]["sizes"] == {"40x40": 9}
+    assert result["environment"]["versions"]["torchmetrics"] and len(result["warnings"]) == 3
+    assert main([*command, "--out", str(folders / "b.json"), "--batch-size", "1"]) == 0
+    again = json.loads((folders / "b.json").read_text())
+    for metric, row in result["values"].items():
+        assert again["values"][metric]["value"] == pytest.approx(row["value"], rel=1e-5, abs=1e-9)
+
+
+def test_statistics_take_the_place_of_pictures(folders, capsys):
+    real, file = str(folders / "real"), str(folders / "real.npz")
+    assert main(["eval", "stats", real, file, "--protocol", "smoke"]) == 0
+    command = [
+        "eval",
+        "run",
+        "smoke",
+        "--samples",
+        str(folders / "samples"),
+        "--out",
+        str(folders / "a.json"),
+    ]
+    assert main([*command, "--reference", real, "--metrics", "fd"]) == 0
+    direct = json.loads((folders / "a.json").read_text())["values"]["fd"]["value"]
+    assert main([*command, "--reference", file]) == 0
+    found = json.loads((folders / "a.json").read_text())
+    assert found["values"].keys() == {"fd"} and found["values"]["fd"]["value"] == pytest.approx(
+        direct, rel=1e-10
+    )
+    assert len(found["inputs"]["reference"]["sha256"]) == 64
+    capsys.readouterr()
+    assert main([*command, "--reference", file, "--metrics", "kid"]) == 2
+    assert "needs the reference's pictures" in capsys.readouterr().err
+    assert main([*command, "--reference", file, "--floor"]) == 2
+    # Statistics and pictures in one file, as ADM's are: each metric takes what it needs.
+    with np.load(file) as both:
+        arrays = {name: both[name] for name in both.files}
+    np.savez(folders / "both.npz", **arrays, arr_0=pattern(9, 2).permute(0, 2, 3, 1).numpy())
+    assert main([*command, "--reference", str(folders / "both.npz")]) == 0
+    found = json.loads((folders / "a.json").read_text())
+    assert found["values"].keys() == {"fd", "kid", "precision", "recall"}
+    assert found["values"]["fd"]["value"] == pytest.approx(direct, rel=1e-10)
+    assert "arr_0" not in found["inputs"]["reference"] and found["inputs"]["reference"]["pictures"] == 9
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        (["run", "smok", "--samples", "SAMPLES", "--reference", "REAL"], 2, "did you mean smoke?"),
+        (
+            ["run", "smoke", "--samples", "SAMPLES", "--reference", "SAMPLES"],
+            2,
+            "both the samples and the reference",
+        ),
+        (["run", "smoke", "--samples", "SAMPLES", "--reference", "absent"], 2, "there is no absent"),
+        (
+            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--limit", "1"],
+            2,
+            "at least 2 images",
+        ),
+        (
+            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--batch-size", "0"],
+            2,
+            "--batch-size 0",
+        ),
+        (
+            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--metrics", "sfd"],
+            2,
+            "has no 'sfd'",
+        ),
+        (
+            ["run", "smoke", "--samples", "S", "--reference", "R", "--metrics", "clip"],
+            2,
+            "invalid choice: 'clip'",
+        ),
+        (
+            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--weights", "a=b"],
+            2,
+            "no weights 'a'",
+        ),
+        (
+            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--weights", "a"],
+            2,
+            "is not NAME=PATH",
+        ),
+        (
+            ["run", "fd_dinov2", "--samples", "SAMPLES", "--reference", "REAL"],
+            3,
+            "no weights 'dinov2'; searched",
+        ),
+        (["run", "fid_adm_full", "--samples", "SAMPLES", "--reference", "REAL"], 3, "needs the classifier"),
+        (["stats", "REAL", "out.txt"], 2, "must end with .npz"),
+        (["stats", "REAL", "out.npz", "--protocol", "cmmd"], 2, "compares no means"),
+    ],
+)
+def test_a_mistake_is_one_line(folders, capsys, words, status, message):
+    places = {"SAMPLES": str(folders / "samples"), "REAL": str(folders / "real")}
+    assert main(["eval", *(places.get(word, word) for word in words)]) == status
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_the_list_says_what_can_run(capsys):
+    assert main(["eval", "list"]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in PROTOCOLS) and "ready: inception from" in out
+    assert "not ready: no weights 'dinov2'" in out
+
+
+def test_distances_grow_with_noise_and_with_blur():
+    protocol, extractor = PROTOCOLS["smoke"], random_network(32, device="cpu")
+    reference = open_pictures(pattern(60))
+    for change, strengths in (("noise", (0, 10, 30, 90)), ("blur", (0, 1, 3, 9))):
+        sets = [open_pictures(pattern(60, **{change: strength})) for strength in strengths]
+        results = [score(each, reference, protocol, extractor=extractor, metrics=("fd",)) for each in sets]
+        found = [result["values"]["fd"]["value"] for result in results]
+        assert found == sorted(found) and found[0] < 1e-9 < found[1], (change, found)
+
+
+def test_the_network_of_a_package_scores_offline():
+    reference, extractor = open_pictures(pattern(12, 2)), efficientnet(device="cpu")
+    result = score(
+        open_pictures(pattern(12, 1)), reference, PROTOCOLS["fd_efficientnet"], extractor=extractor
+    )
+    worse = score(
+        open_pictures(pattern(12, 1, blur=6)), reference, PROTOCOLS["fd_efficientnet"], extractor=extractor
+    )
+    assert 0 < result["values"]["fd"]["value"] < worse["values"]["fd"]["value"]
+    assert result["features"]["weights"]["sha256"] and extractor.taps == {"pool": 1280}

@@ -1,0 +1,148 @@
+"""What is read from folders, archives and tensors, and what is refused."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mhla_diffusion.evaluation.picture_sets import compare_sets, holds_pictures, open_pictures
+
+
+def arrays(count: int, height: int = 6, width: int = 8) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (count, height, width, 3), np.uint8)
+
+
+def folder_of(path, pictures: np.ndarray, suffix: str = "png"):
+    (path / "below").mkdir(parents=True, exist_ok=True)
+    for index, picture in enumerate(pictures):
+        place = path / "below" if index % 2 else path
+        Image.fromarray(picture).save(place / f"{index:03}.{suffix}")
+    (path / "settings.json").write_text("{}")
+    (path / ".hidden.png").write_text("no picture")
+    return path
+
+
+def whole(pictures, **options) -> torch.Tensor:
+    return torch.cat(list(pictures.batches(**options)))
+
+
+def test_every_kind_gives_the_same_pictures_in_any_batches(tmp_path):
+    raw = arrays(7)
+    expected = torch.from_numpy(raw).permute(0, 3, 1, 2)
+    np.savez(tmp_path / "a.npz", arr_0=raw)
+    np.savez_compressed(tmp_path / "b.npz", arr_0=raw, other=np.zeros(3))
+    folder = folder_of(tmp_path / "folder", raw)
+    by_path = torch.cat([expected[0::2], expected[1::2]])  # 000, 002, 004, 006, below/001, ...
+    for source in (tmp_path / "a.npz", tmp_path / "b.npz", expected, expected.float() / 255):
+        found = open_pictures(source)
+        assert len(found) == 7 and torch.equal(whole(found, batch_size=3), expected)
+        assert torch.equal(whole(found, start=1, step=3), expected[1::3])
+        assert found.about()["sizes"] == {"8x6": 2} and whole(open_pictures(source, limit=2)).shape[0] == 2
+    found = open_pictures(folder)
+    assert torch.equal(whole(found, batch_size=2), by_path) and torch.equal(whole(found, workers=2), by_path)
+    assert found.about() | {"listing_sha256": 0} == {
+        "source": str(folder),
+        "pictures": 7,
+        "listing_sha256": 0,
+        "codecs": {"png": 7},
+        "sizes": {"8x6": 7},
+        "modes": {"RGB": 7},
+        "background": None,
+    }
+    assert holds_pictures(tmp_path / "a.npz") and not holds_pictures(folder / "settings.json")
+
+
+def tar_of(path, pictures: list[Image.Image], splits: list[str]):
+    with tarfile.open(path, "w") as archive:
+        for index, (picture, split) in enumerate(zip(pictures, splits, strict=True)):
+            encoded = io.BytesIO()
+            picture.save(encoded, "PNG")
+            for ending, data in (
+                ("png", encoded.getvalue()),
+                ("json", json.dumps({"split": split}).encode()),
+            ):
+                info = tarfile.TarInfo(f"{index:03}.{ending}")
+                info.size = len(data)
+                archive.addfile(info, io.BytesIO(data))
+    return path
+
+
+def test_a_tar_has_splits_and_transparency_needs_a_background(tmp_path):
+    clear = Image.new("RGBA", (4, 4), (255, 0, 0, 128))
+    solid = Image.new("RGBA", (4, 4), (0, 255, 0, 255))
+    path = tar_of(tmp_path / "set.tar", [clear, solid, solid], ["train", "val", "train"])
+    assert whole(open_pictures(path, split="val"))[0, :, 0, 0].tolist() == [0, 255, 0]
+    with pytest.raises(ValueError, match=r"000 of .*transparent.*--background white"):
+        whole(open_pictures(path))
+    on_white = whole(open_pictures(path, split="train", background="white"))
+    assert on_white[:, :, 0, 0].tolist() == [[255, 127, 127], [0, 255, 0]]
+    with pytest.raises(ValueError, match="no split 'test': it has train, val"):
+        open_pictures(path, split="test")
+    with pytest.raises(ValueError, match="'whitish' is no colour"):
+        open_pictures(path, background="whitish")
+
+
+def test_mixed_sizes_are_refused_unless_allowed(tmp_path):
+    folder = folder_of(tmp_path, arrays(2))
+    Image.new("RGB", (5, 5)).save(folder / "zzz.png")
+    with pytest.raises(ValueError, match=r"mixes sizes: 8x6 and, .*zzz.png, 5x5; .*--mixed-sizes"):
+        list(open_pictures(folder).batches())
+    shapes = [tuple(batch.shape) for batch in open_pictures(folder, mixed_sizes=True).batches()]
+    assert shapes == [(2, 3, 6, 8), (1, 3, 5, 5)]
+
+
+def test_grey_and_palette_pictures_become_rgb_and_are_counted(tmp_path):
+    Image.new("L", (3, 3), 7).save(tmp_path / "a.png")
+    Image.new("RGB", (3, 3), (9, 9, 9)).quantize(2).save(tmp_path / "b.png")
+    found = open_pictures(tmp_path)
+    assert whole(found)[:, :, 0, 0].tolist() == [[7] * 3, [9] * 3]
+    assert found.about()["modes"] == {"L": 1, "P": 1}
+
+
+def test_what_is_no_set_of_pictures_is_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    np.savez(tmp_path / "float.npz", arr_0=np.zeros((2, 4, 4, 3), np.float32))
+    np.savez(tmp_path / "none.npz", other=np.zeros(3))
+    np.savez(tmp_path / "objects.npz", arr_0=np.array([{}, {}], object))
+    (tmp_path / "broken.npz").write_bytes(b"PK no archive")
+    (tmp_path / "broken.tar").write_bytes(b"no archive")
+    (tmp_path / "file.txt").write_text("")
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
+    for name, message in {
+        "absent": "there is no",
+        "empty": "holds no pictures",
+        "float.npz": r"float32 \(2, 4, 4, 3\): give uint8",
+        "none.npz": "no pictures in it",
+        "objects.npz": "give uint8",
+        "broken.npz": "no pictures in it",
+        "broken.tar": "no readable tar",
+        "file.txt": "no set of pictures",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            open_pictures(tmp_path / name)
+    with pytest.raises(ValueError, match=r"a.png: cannot be read"):
+        list(open_pictures(tmp_path / "cut").batches())
+    with pytest.raises(ValueError, match="has no splits"):
+        open_pictures(tmp_path / "cut", split="train")
+    with pytest.raises(ValueError, match="limit 0"):
+        open_pictures(tmp_path / "cut", limit=0)
+
+
+def test_the_same_set_twice_is_refused_and_codecs_are_compared(tmp_path):
+    raw = arrays(4, 16, 16)
+    png, copy, jpeg = (folder_of(tmp_path / name, raw) for name in ("png", "copy", "jpeg"))
+    for file in list(jpeg.rglob("0*.png")):
+        Image.open(file).save(file.with_suffix(".jpg"), quality=95)
+        file.unlink()
+    png, copy, jpeg = (open_pictures(path) for path in (png, copy, jpeg))
+    with pytest.raises(ValueError, match="both the samples and the reference"):
+        compare_sets(png, png)
+    assert "list the same pictures" in compare_sets(png, copy)[0]
+    assert jpeg.codecs == {"jpeg": 4} and "JPEG alone moves FID" in compare_sets(png, jpeg)[0]
+    x = open_pictures(torch.from_numpy(raw).permute(0, 3, 1, 2))
+    assert len(compare_sets(x, x)) == 1 and compare_sets(x, png) == []
