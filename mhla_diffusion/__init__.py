@@ -17,6 +17,7 @@ _HOME_OF = {
     "MHLASanaPipeline": "mhla_diffusion.pipelines.sana",
     "MHLASanaTransformer2DModel": "mhla_diffusion.models.sana",
     "MHLAWanAttention": "mhla_diffusion.wan_attention",
+    "MHLAWanPipeline": "mhla_diffusion.pipelines.wan",
     "MHLAWanTransformer3DModel": "mhla_diffusion.models.wan",
     # Diffusers looks its base class up *inside* the library that a model_index.json names.
     "ModelMixin": "diffusers",

@@ -15,6 +15,7 @@ from .weights import DEFAULT_PIPELINE, find_pipeline, known_pipelines, original_
 OUR_PIPELINES = {
     "MHLADiTPipeline": "mhla_diffusion.pipelines.dit",
     "MHLASanaPipeline": "mhla_diffusion.pipelines.sana",
+    "MHLAWanPipeline": "mhla_diffusion.pipelines.wan",
 }
 OUR_MODELS = {
     "MHLADiTTransformer2DModel": "mhla_diffusion.models.dit",

@@ -4,6 +4,7 @@ import math
 import numbers
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from diffusers import DiffusionPipeline
@@ -21,6 +22,8 @@ __all__ = [
     "check_generators",
     "check_multiple",
     "check_number",
+    "check_tensor_inputs",
+    "check_texts",
 ]
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -80,12 +83,17 @@ class FiniteWatch:
         finite = torch.stack(self.finite).tolist() if self.finite else []
         self.finite = []
         if not all(finite):
-            pipe.maybe_free_model_hooks()
-            raise FloatingPointError(
-                f"the latents are infinite or NaN after step {finite.index(False) + 1} of "
-                f"{pipe.num_timesteps}: load the pipeline in torch.float32 or torch.bfloat16 (the "
-                f"transformer is {pipe.transformer.dtype}), or check its weights"
-            )
+            self.fail(pipe, finite.index(False))
+
+    @staticmethod
+    def fail(pipe: DiffusionPipeline, step: int, where: str = "") -> NoReturn:
+        """Raise the FloatingPointError for this step, with words that say `where` in it the values arose."""
+        pipe.maybe_free_model_hooks()
+        raise FloatingPointError(
+            f"the latents are infinite or NaN after step {step + 1} of {pipe.num_timesteps}{where}: load the "
+            f"pipeline in torch.float32 or torch.bfloat16 (the transformer is {pipe.transformer.dtype}), or check "
+            "its weights"
+        )
 
 
 def check_number(name: str, value, minimum: float, whole: bool = False) -> None:
@@ -104,8 +112,8 @@ def check_multiple(name: str, size, multiple: int) -> None:
         raise ValueError(f"{name}={size} is not a multiple of {multiple}: use {near}")
 
 
-def check_generators(generator, pictures: int) -> None:
-    """Raise ValueError unless `generator` is None, one generator, or a list of one for each picture."""
+def check_generators(generator, pictures: int, what: str = "picture") -> None:
+    """Raise ValueError unless `generator` is None, one generator, or a list of one for each picture (or video)."""
     listed = generator if isinstance(generator, list) else [generator]
     if any(one is not None and not isinstance(one, torch.Generator) for one in listed):
         raise ValueError(
@@ -113,6 +121,21 @@ def check_generators(generator, pictures: int) -> None:
         )
     if isinstance(generator, list) and (len(generator) != pictures or None in generator):
         raise ValueError(
-            f"generator has {len(generator)} entries for {pictures} picture(s): "
-            "give one generator for all, or one for each picture"
+            f"generator has {len(generator)} entries for {pictures} {what}(s): "
+            f"give one generator for all, or one for each {what}"
         )
+
+
+def check_texts(name: str, texts) -> None:
+    """Raise ValueError unless `texts` is a string or a non-empty list of strings."""
+    if isinstance(texts, str):
+        return
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{name}={texts!r}: give a string or a non-empty list of strings")
+
+
+def check_tensor_inputs(names: list[str] | None, known: list[str]) -> None:
+    """Raise ValueError unless a callback may ask for the tensors of these names."""
+    unknown = set(names or ()) - set(known)
+    if unknown:
+        raise ValueError(f"callback_on_step_end_tensor_inputs={sorted(unknown)}: choose among {known}")

@@ -35,6 +35,7 @@ from .checks import (
     check_generators,
     check_multiple,
     check_number,
+    check_tensor_inputs,
 )
 
 WHOLE_NUMBER = re.compile(r"-?\d{1,18}")
@@ -374,12 +375,7 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
         for name, size in (("height", height), ("width", width)):
             check_number(name, size, minimum=1, whole=True)
             check_multiple(name, size, self.size_multiple)
-        unknown = set(tensor_inputs or ()) - set(self._callback_tensor_inputs)
-        if unknown:
-            raise ValueError(
-                f"callback_on_step_end_tensor_inputs={sorted(unknown)}: choose among "
-                f"{self._callback_tensor_inputs}"
-            )
+        check_tensor_inputs(tensor_inputs, self._callback_tensor_inputs)
         channels, out = self.transformer.config.in_channels, self.transformer.config.out_channels or 0
         if self.learns_variance() and isinstance(self.scheduler, DDPMScheduler) and out != 2 * channels:
             raise ValueError(

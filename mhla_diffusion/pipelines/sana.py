@@ -19,6 +19,8 @@ from .checks import (
     check_generators,
     check_multiple,
     check_number,
+    check_tensor_inputs,
+    check_texts,
 )
 
 # The stock pipeline has a list of resolutions for these sample sizes only.
@@ -254,12 +256,7 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
         """Raise a one-line ValueError on a size, prompt, embedding or callback input that cannot work."""
         check_multiple("height", height, self.size_multiple)
         check_multiple("width", width, self.size_multiple)
-        unknown = set(callback_on_step_end_tensor_inputs or ()) - set(self._callback_tensor_inputs)
-        if unknown:
-            raise ValueError(
-                f"callback_on_step_end_tensor_inputs={sorted(unknown)}: choose among "
-                f"{self._callback_tensor_inputs}"
-            )
+        check_tensor_inputs(callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
         if (prompt is None) == (prompt_embeds is None):
             raise ValueError("give either prompt or prompt_embeds, one of the two")
         if prompt is not None:
@@ -312,11 +309,3 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
             )
             if tuple(latents.shape) != shape:
                 raise ValueError(f"latents have shape {tuple(latents.shape)}, this call needs {shape}")
-
-
-def check_texts(name: str, texts) -> None:
-    """Raise ValueError unless `texts` is a string or a non-empty list of strings."""
-    if isinstance(texts, str):
-        return
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{name}={texts!r}: give a string or a non-empty list of strings")

@@ -1,0 +1,374 @@
+"""Text to video with Wan: the stock pipeline, with its defaults kept in the saved pipeline and faults named early."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
+from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
+from transformers import AutoTokenizer, UMT5EncoderModel
+
+from ..models.wan import AXES, MHLAWanTransformer3DModel
+from .checks import (
+    OUTPUT_TYPES,
+    CheckedLoading,
+    check_choice,
+    check_generators,
+    check_number,
+    check_tensor_inputs,
+    check_texts,
+)
+from .finite import FiniteVideoProcessor, VideoWatch
+
+
+class MHLAWanPipeline(CheckedLoading, WanPipeline):
+    """`WanPipeline` whose defaults are kept in `model_index.json`, and which never ends in a black video.
+
+    Text to video with Wan 2.1 and 2.2 (two experts, and TI2V). A batch is prompt-major (all videos of the first
+    prompt first), and video i equals its single run. Image to video and video to video: Diffusers' own pipelines take
+    our transformer as it is.
+
+    Height and width are rounded down to multiples of `size_multiple`, as stock Wan does, with a warning that names
+    what is used and the next size above. Frame counts must be a multiple of the decoder's factor and one (4 k + 1).
+
+    Args (besides the stock components; saved with the pipeline, each the default of a call argument):
+        default_steps: denoising steps (`num_inference_steps`).
+        default_guidance_scale: classifier-free guidance (`guidance_scale`); 1 or less means none.
+        default_height, default_width: pixels.
+        default_frames: `num_frames`.
+        default_fps: frames a second that the model was trained with; what saves a video reads it.
+        default_negative_prompt: what guidance leads away from.
+        max_sequence_length: tokens that a caption is padded or cut to.
+    """
+
+    def __init__(
+        self,
+        tokenizer: AutoTokenizer,
+        text_encoder: UMT5EncoderModel,
+        vae: AutoencoderKLWan,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        transformer: WanTransformer3DModel | MHLAWanTransformer3DModel | None = None,
+        transformer_2: WanTransformer3DModel | MHLAWanTransformer3DModel | None = None,
+        boundary_ratio: float | None = None,
+        expand_timesteps: bool = False,
+        default_steps: int = 50,
+        default_guidance_scale: float = 5.0,
+        default_height: int = 480,
+        default_width: int = 832,
+        default_frames: int = 81,
+        default_fps: float = 16,
+        default_negative_prompt: str = "",
+        max_sequence_length: int = 512,
+    ):
+        super().__init__(
+            tokenizer,
+            text_encoder,
+            vae,
+            scheduler,
+            transformer,
+            transformer_2,
+            boundary_ratio,
+            expand_timesteps,
+        )
+        self.register_to_config(
+            default_steps=default_steps,
+            default_guidance_scale=default_guidance_scale,
+            default_height=default_height,
+            default_width=default_width,
+            default_frames=default_frames,
+            default_fps=default_fps,
+            default_negative_prompt=default_negative_prompt,
+            max_sequence_length=max_sequence_length,
+        )
+        self.video_processor = FiniteVideoProcessor(vae_scale_factor=self.vae_scale_factor_spatial)
+
+    @property
+    def size_multiple(self) -> tuple[int, int]:
+        """Height and width in pixels must be multiples of these: VAE factor times patch size."""
+        _, rows, columns = self.transformer.config.patch_size
+        return self.vae_scale_factor_spatial * rows, self.vae_scale_factor_spatial * columns
+
+    @property
+    def default_size(self) -> tuple[int, int]:
+        """Default height and width in pixels."""
+        return self.config.default_height, self.config.default_width
+
+    @property
+    def fps(self) -> float:
+        """Frames a second of the videos, for what saves them."""
+        return self.config.default_fps
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | list[str] | None = None,
+        negative_prompt: str | list[str] | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_frames: int | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        guidance_scale_2: float | None = None,
+        num_videos_per_prompt: int = 1,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        latents: torch.Tensor | None = None,
+        prompt_embeds: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        output_type: str = "np",
+        return_dict: bool = True,
+        attention_kwargs: dict[str, Any] | None = None,
+        callback_on_step_end: Callable | None = None,
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
+        max_sequence_length: int | None = None,
+    ) -> WanPipelineOutput | tuple:
+        """Make videos; arguments as in `WanPipeline`, where None takes the saved default.
+
+        Args:
+            prompt: one caption or a non-empty list of them.
+            height, width: pixels, rounded down to multiples of `size_multiple` with a warning.
+            num_frames: 4 k + 1 (1 makes a picture); other counts are refused.
+            generator: None, one generator for the whole batch, or one for each video.
+            latents: the noise to start from, (B, C, frames, h, w).
+            output_type: "np" (B, F, H, W, 3) or "pt" (B, F, 3, H, W) in [0, 1], "pil" (lists of pictures), or
+                "latent" (B, C, frames, h, w).
+
+        Returns:
+            `WanPipelineOutput(frames=...)`, or `(frames,)` with `return_dict=False`.
+
+        Raises:
+            ValueError: an argument that cannot work, before anything is computed; says what is allowed.
+            FloatingPointError: the latents became infinite or NaN; names the step and the layer. Or the decoder's
+                output did.
+        """
+        config = self.config
+        if negative_prompt is None and negative_prompt_embeds is None:
+            negative_prompt = config.default_negative_prompt
+        steps = config.default_steps if num_inference_steps is None else num_inference_steps
+        guidance_scale = config.default_guidance_scale if guidance_scale is None else guidance_scale
+        frames = config.default_frames if num_frames is None else num_frames
+        length = config.max_sequence_length if max_sequence_length is None else max_sequence_length
+        height = config.default_height if height is None else height
+        width = config.default_width if width is None else width
+        if isinstance(callback_on_step_end, (PipelineCallback, MultiPipelineCallbacks)):
+            callback_on_step_end_tensor_inputs = callback_on_step_end.tensor_inputs
+        elif callback_on_step_end_tensor_inputs is None:
+            callback_on_step_end_tensor_inputs = ["latents"]
+
+        self._check_experts()
+        check_number("num_inference_steps", steps, minimum=1, whole=True)
+        longest = self.scheduler.config.get("num_train_timesteps")
+        if longest is not None and steps > longest:
+            raise ValueError(f"num_inference_steps={steps}: the scheduler has {longest}, give at most that")
+        check_number("guidance_scale", guidance_scale, minimum=0)
+        if guidance_scale_2 is not None:
+            check_number("guidance_scale_2", guidance_scale_2, minimum=0)
+        check_number("num_videos_per_prompt", num_videos_per_prompt, minimum=1, whole=True)
+        check_number("max_sequence_length", length, minimum=1, whole=True)
+        check_choice("output_type", output_type, OUTPUT_TYPES)
+        check_number("num_frames", frames, minimum=1, whole=True)
+        check_frames(frames, self.vae_scale_factor_temporal)
+        height = round_size("height", height, self.size_multiple[0])
+        width = round_size("width", width, self.size_multiple[1])
+        self.check_inputs(
+            prompt,
+            negative_prompt,
+            height,
+            width,
+            prompt_embeds,
+            negative_prompt_embeds,
+            callback_on_step_end_tensor_inputs,
+            guidance_scale_2,
+        )
+        if guidance_scale > 1 and negative_prompt_embeds is None and self.text_encoder is None:
+            raise ValueError(
+                "guidance needs negative_prompt_embeds, for this pipeline has no text encoder: give them, or "
+                "guidance_scale=1.0"
+            )
+        videos = _number_of_prompts(prompt, prompt_embeds) * num_videos_per_prompt
+        check_generators(generator, videos, "video")
+        shape = self._latent_shape(videos, frames, height, width)
+        self._check_positions(shape)
+        if latents is not None and tuple(latents.shape) != shape:
+            raise ValueError(f"latents have shape {tuple(latents.shape)}, this call needs {shape}")
+
+        latents = self.prepare_latents(
+            videos, shape[1], height, width, frames, torch.float32, self._execution_device, generator, latents
+        )
+        watch = VideoWatch(latents, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        return super().__call__(
+            prompt=prompt,
+            negative_prompt=negative_prompt,
+            height=height,
+            width=width,
+            num_frames=frames,
+            num_inference_steps=steps,
+            guidance_scale=guidance_scale,
+            guidance_scale_2=guidance_scale_2,
+            num_videos_per_prompt=num_videos_per_prompt,
+            generator=generator,
+            latents=latents,
+            prompt_embeds=prompt_embeds,
+            negative_prompt_embeds=negative_prompt_embeds,
+            output_type=output_type,
+            return_dict=return_dict,
+            attention_kwargs=attention_kwargs,
+            callback_on_step_end=watch,
+            callback_on_step_end_tensor_inputs=watch.tensor_inputs,
+            max_sequence_length=length,
+        )
+
+    def encode_prompt(
+        self,
+        prompt: str | list[str] | None,
+        negative_prompt: str | list[str] | None = None,
+        do_classifier_free_guidance: bool = True,
+        num_videos_per_prompt: int = 1,
+        prompt_embeds: torch.Tensor | None = None,
+        negative_prompt_embeds: torch.Tensor | None = None,
+        max_sequence_length: int = 226,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The stock encoding, in which embeddings that were given are repeated for several videos as well.
+
+        Returns prompt embeddings `(B, L, C)` in prompt-major order, B = prompts * num_videos_per_prompt, and the
+        negative ones (None without guidance).
+        """
+        encoded = super().encode_prompt(
+            [prompt] if isinstance(prompt, str) else prompt,
+            negative_prompt,
+            do_classifier_free_guidance,
+            1,
+            prompt_embeds,
+            negative_prompt_embeds,
+            max_sequence_length,
+            device,
+            dtype,
+        )
+        return tuple(
+            None if x is None else x.repeat_interleave(num_videos_per_prompt, dim=0) for x in encoded
+        )
+
+    def check_inputs(
+        self,
+        prompt,
+        negative_prompt,
+        height,
+        width,
+        prompt_embeds=None,
+        negative_prompt_embeds=None,
+        callback_on_step_end_tensor_inputs=None,
+        guidance_scale_2=None,
+    ) -> None:
+        """Raise a one-line ValueError on a prompt, embedding or callback input that cannot work."""
+        check_tensor_inputs(callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
+        if (prompt is None) == (prompt_embeds is None):
+            raise ValueError("give either prompt or prompt_embeds, one of the two")
+        if prompt is not None:
+            check_texts("prompt", prompt)
+        prompts = _number_of_prompts(prompt, prompt_embeds)
+        if negative_prompt is not None:
+            check_texts("negative_prompt", negative_prompt)
+            if isinstance(negative_prompt, list) and len(negative_prompt) != prompts:
+                raise ValueError(
+                    f"negative_prompt has {len(negative_prompt)} entries for {prompts} prompt(s): "
+                    "give one string for all, or one for each prompt"
+                )
+            if negative_prompt_embeds is not None:
+                raise ValueError("give either negative_prompt or negative_prompt_embeds, not both")
+        width = self.transformer.config.text_dim
+        for name, embeds in (
+            ("prompt_embeds", prompt_embeds),
+            ("negative_prompt_embeds", negative_prompt_embeds),
+        ):
+            if embeds is None:
+                continue
+            if embeds.ndim != 3 or embeds.shape[0] != prompts or embeds.shape[2] != width:
+                raise ValueError(
+                    f"{name} have shape {tuple(embeds.shape)}: they need (prompts, tokens, channels), here "
+                    f"({prompts}, any, {width})"
+                )
+        if self.config.boundary_ratio is None and guidance_scale_2 is not None:
+            raise ValueError(
+                "guidance_scale_2 is for pipelines of two experts (boundary_ratio): leave it out for this one"
+            )
+
+    def expert(self, timestep) -> tuple[str, torch.nn.Module]:
+        """Name and module of the transformer that denoises at this timestep: Wan 2.2 has two of them."""
+        boundary = self.config.boundary_ratio
+        first = boundary is None or timestep >= boundary * self.scheduler.config.num_train_timesteps
+        return ("transformer", self.transformer) if first else ("transformer_2", self.transformer_2)
+
+    def model_inputs(self, latents: torch.Tensor, timestep: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What a transformer is given at one step besides the caption, as the stock loop makes it."""
+        batch, _, *sizes = latents.shape
+        times = timestep.expand(batch)
+        if self.config.expand_timesteps:
+            frames, rows, columns = (
+                size // patch for size, patch in zip(sizes, self.transformer.config.patch_size, strict=True)
+            )
+            times = timestep.expand(batch, frames * rows * columns)
+        return {"hidden_states": latents.to(self.transformer.dtype), "timestep": times}
+
+    def _check_experts(self) -> None:
+        needed = ["transformer"] if self.config.boundary_ratio is None else ["transformer", "transformer_2"]
+        missing = [name for name in needed if getattr(self, name) is None]
+        if missing:
+            raise ValueError(
+                f"this pipeline has no {' and no '.join(missing)}: load it with one, or with boundary_ratio=None "
+                "where a single transformer does all steps"
+            )
+
+    def _latent_shape(self, videos: int, frames: int, height: int, width: int) -> tuple[int, ...]:
+        return (
+            videos,
+            self.transformer.config.in_channels,
+            (frames - 1) // self.vae_scale_factor_temporal + 1,
+            height // self.vae_scale_factor_spatial,
+            width // self.vae_scale_factor_spatial,
+        )
+
+    def _check_positions(self, shape: tuple[int, ...]) -> None:
+        """Raise ValueError when an axis has more tokens than the rotary table has positions."""
+        config = self.transformer.config
+        for axis, size, patch in zip(AXES, shape[2:], config.patch_size, strict=True):
+            if size // patch > config.rope_max_seq_len:
+                raise ValueError(
+                    f"{size // patch} {axis} of tokens, but the rotary table holds {config.rope_max_seq_len} "
+                    "positions on each axis: load the transformer with a larger rope_max_seq_len, or make smaller "
+                    "videos"
+                )
+
+
+def _number_of_prompts(prompt, prompt_embeds) -> int:
+    if prompt is None:
+        return prompt_embeds.shape[0]
+    return 1 if isinstance(prompt, str) else len(prompt)
+
+
+def check_frames(frames: int, factor: int, name: str = "num_frames") -> None:
+    """Raise ValueError, naming the nearest counts, unless `frames` is a multiple of `factor` and one."""
+    if (frames - 1) % factor:
+        below = (frames - 1) // factor * factor + 1
+        raise ValueError(
+            f"{name}={frames} is not a multiple of {factor} and one: use {below} or {below + factor}"
+        )
+
+
+def round_size(name: str, size: int, multiple: int) -> int:
+    """The largest multiple that is not above `size`, with a warning when it is another size.
+
+    Raises ValueError when there is none.
+    """
+    check_number(name, size, minimum=1, whole=True)
+    below = size // multiple * multiple
+    if not below:
+        raise ValueError(f"{name}={size} is smaller than {multiple}: use a multiple of that")
+    if below != size:
+        warnings.warn(
+            f"{name}={size} is rounded down to {below}, a multiple of {multiple} (the next one is {below + multiple})",
+            stacklevel=4,
+        )
+    return int(below)
