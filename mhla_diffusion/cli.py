@@ -232,7 +232,7 @@ def run_convert(args: argparse.Namespace) -> int:
         pipeline=args.pipeline,
         dry_run=args.dry_run,
     )
-    for line in done.plan.key_map() if args.dry_run else ():
+    for line in done.key_map() if args.dry_run else ():
         print(line)
     for line in done.report():
         print(line)

@@ -136,20 +136,24 @@ def read_json(path: Path) -> dict:
     return value
 
 
-def is_original_wan(folder: Path) -> bool:
-    """Whether a folder holds one of Wan's models in the original layout, where it has a config.json of another kind."""
-    config = folder / "config.json"
-    return config.is_file() and read_json(config).get("_class_name") == "WanModel"
+def original_wan(folder: Path) -> list[Path]:
+    """Where Wan's transformers in the original layout are: in the folder itself, or in one for each of two experts.
+
+    That layout has a config.json of another kind than Diffusers'. Empty for every other folder.
+    """
+    for places in ([folder], [folder / "high_noise_model", folder / "low_noise_model"]):
+        configs = [place / "config.json" for place in places]
+        if all(path.is_file() and read_json(path).get("_class_name") == "WanModel" for path in configs):
+            return places
+    return []
 
 
 def original_files(folder: Path) -> list[Path]:
     """What `mhla convert` reads of a folder that is not in Diffusers' layout: weight files, or Wan's folder itself."""
     if (folder / "model_index.json").is_file():
         return []
-    if is_original_wan(
-        folder
-    ):  # its weights may be in many files, and others beside them are of other models
-        return [folder]
+    if original_wan(folder):
+        return [folder]  # its weights may be in many files, and others beside them are of other models
     patterns = ("*.pth", "*.pt", "*.ckpt", "*/*.pth", "*/*.pt", "*/*.ckpt")
     found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
     if not (folder / "config.json").is_file():

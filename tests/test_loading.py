@@ -161,8 +161,8 @@ def test_a_stock_class_named_for_our_weights_is_refused(copy):
 
 
 def test_a_class_that_this_version_lacks_is_named(copy):
-    edit_index(copy, _class_name="MHLAWanPipeline")
-    assert "'MHLAWanPipeline'" in refused(copy) and "upgrade" in refused(copy)
+    edit_index(copy, _class_name="MHLAFluxPipeline")
+    assert "'MHLAFluxPipeline'" in refused(copy) and "upgrade" in refused(copy)
     edit_index(copy, _class_name="MHLASanaPipeline", transformer=["mhla_diffusion", "MHLANewModel"])
     assert "'MHLANewModel'" in refused(copy) and "upgrade" in refused(copy)
 

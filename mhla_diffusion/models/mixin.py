@@ -12,7 +12,7 @@ from diffusers import ModelMixin, TaylorSeerCacheConfig
 from torch import nn
 
 from ..attention import GridSelfAttention, MHLASelfAttention
-from ..weights import is_original_wan, original_files
+from ..weights import original_files, original_wan
 from .adapters import AdapterMixin
 from .model_card import CardWithImportLine
 from .options import attention_options, check_options
@@ -123,7 +123,7 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin):
     def load_config(cls, pretrained_model_name_or_path, *args, **kwargs):
         # Diffusers would only say that there is no config.json.
         folder = Path(pretrained_model_name_or_path or "", kwargs.get("subfolder") or "")
-        if folder.is_dir() and (is_original_wan(folder) or not (folder / "config.json").is_file()):
+        if folder.is_dir() and (original_wan(folder) or not (folder / "config.json").is_file()):
             for path in original_files(folder):
                 what = (
                     "Wan's config.json" if path == folder else f"{path.relative_to(folder)}, no config.json"

@@ -20,37 +20,58 @@ from mhla_diffusion.models.tensor_files import (
     write_safetensors,
 )
 from mhla_diffusion.provenance import versions
-from mhla_diffusion.weights import check_pipeline, is_original_wan, original_files, read_json
+from mhla_diffusion.weights import check_pipeline, original_files, original_wan, read_json
 
 __all__ = ["Conversion", "convert_folder"]
 
 PART = "transformer"
+SECOND = "transformer_2"  # the other expert of a Wan 2.2 with two, which is converted alike
 LAYOUT_DIFFUSERS = "diffusers"
 SHARD_BYTES = 10 * 10**9  # Diffusers' own limit for one weight file
 RECORD = "mhla_conversion.json"
 
 
 @dataclass(frozen=True)
-class Source:
-    """What is converted: weight files, the config.json beside them, if any, and the pipeline around them."""
+class Model:
+    """One model to convert: its weight files, and the config.json beside them, if any."""
 
     files: list[Path]
-    config: Path | None
-    pipeline: Path | None
+    config: Path | None = None
     known: Mapping = field(default_factory=dict)  # arguments of the model that stand beside original files
 
 
 @dataclass(frozen=True)
+class Source:
+    """What is converted: a model, or two experts, by their names in a pipeline, and the pipeline around them."""
+
+    models: dict[str, Model]
+    pipeline: Path | None = None
+
+
+@dataclass(frozen=True)
 class Conversion:
-    """What was done, or would be: the folder, the plan, and how many files had a checksum that was compared."""
+    """What was done, or would be: the folder, a plan for each model, and how many checksums were compared."""
 
     out: Path
-    plan: Plan
+    plans: dict[str, Plan]
     sums_checked: int
 
+    @property
+    def plan(self) -> Plan:
+        return self.plans[PART]
+
     def report(self) -> list[str]:
-        sums = f"sha256 on record compared: {self.sums_checked} of {len(self.plan.files)} weight files"
-        return [*self.plan.summary(), *([sums] if self.sums_checked else [])]
+        lines = []
+        for name, plan in self.plans.items():
+            mark = f"{name}: " if len(self.plans) > 1 else ""
+            lines += [mark + line for line in plan.summary()]
+        count = sum(len(plan.files) for plan in self.plans.values())
+        sums = f"sha256 on record compared: {self.sums_checked} of {count} weight files"
+        return [*lines, *([sums] if self.sums_checked else [])]
+
+    def key_map(self) -> list[str]:
+        """One line for each weight: where it comes from and what it becomes."""
+        return [line for plan in self.plans.values() for line in plan.key_map()]
 
 
 def convert_folder(
@@ -95,33 +116,36 @@ def convert_folder(
     if out.exists() and not dry_run:
         raise ValueError(f"{out} exists already: give the name of a new folder")
     found = find_source(source, variant, None if pipeline is None else Path(pipeline).expanduser())
-    sums = sum(check_sum(path) for path in found.files)
-    files = [open_tensors(path, weights) for path in found.files]
-    check_index(files, find_index(found.files))
-    if found.config is None and layout == LAYOUT_DIFFUSERS:
-        raise ValueError(
-            f"{source} is a single file without config.json: give the folder in Diffusers' layout"
-        )
-    try:
-        plan = make_plan(
-            files,
-            None if found.config is None else read_json(found.config),
-            layout=layout,
-            given={**found.known, **read_config(config)},
-            block_grid=None if block_grid is None else tuple(block_grid),
-            layers=layers,
-            gate=gate,
-            local_conv=local_conv,
-        )
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
+    plans, sums = {}, 0
+    for name, model in found.models.items():
+        sums += sum(check_sum(path) for path in model.files)
+        files = [open_tensors(path, weights) for path in model.files]
+        check_index(files, find_index(model.files))
+        if model.config is None and layout == LAYOUT_DIFFUSERS:
+            raise ValueError(
+                f"{source} is a single file without config.json: give the folder in Diffusers' layout"
+            )
+        try:
+            plans[name] = make_plan(
+                files,
+                None if model.config is None else read_json(model.config),
+                layout=layout,
+                given={**model.known, **read_config(config)},
+                block_grid=None if block_grid is None else tuple(block_grid),
+                layers=layers,
+                gate=gate,
+                local_conv=local_conv,
+            )
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
     if found.pipeline is not None:
-        check_component(found.pipeline, plan)
+        for name, plan in plans.items():
+            check_component(found.pipeline, name, plan)
         if out.resolve().is_relative_to(found.pipeline.resolve()) and not dry_run:
             raise ValueError(
                 f"{out} is inside {found.pipeline}, which is copied: give a folder outside of it"
             )
-    result = Conversion(out, plan, sums)
+    result = Conversion(out, plans, sums)
     if not dry_run:
         write(found, result, source)
     return result
@@ -145,14 +169,19 @@ def find_source(source: Path, variant: str | None, pipeline: Path | None) -> Sou
         raise ValueError(
             f"{pipeline} is no pipeline folder (no model_index.json in it): give one with --pipeline"
         )
-    if source.is_dir() and is_original_wan(source):
+    wan = original_wan(source)
+    if wan:
         if pipeline is not None:
             check_pipeline(pipeline)
-        return Source(weight_files(source, variant), None, pipeline, wan_arguments(source))
+        models = {
+            name: Model(weight_files(folder, variant), known=wan_arguments(folder))
+            for name, folder in zip((PART, SECOND), wan, strict=False)
+        }
+        return Source(models, pipeline)
     if source.is_file():
         if pipeline is not None:
             check_pipeline(pipeline)
-        return Source([source], None, pipeline)
+        return Source({PART: Model([source])}, pipeline)
     in_pipeline = (source / "model_index.json").is_file()
     folder = source / PART if in_pipeline else source
     if (folder / "config.json").is_file():
@@ -160,10 +189,13 @@ def find_source(source: Path, variant: str | None, pipeline: Path | None) -> Sou
             raise ValueError(
                 f"{source} has a config.json: --pipeline goes with a file in an original layout only"
             )
-        files = weight_files(folder, variant)
+        folders = {PART: folder}
+        if in_pipeline and (source / SECOND / "config.json").is_file():
+            folders[SECOND] = source / SECOND
+        models = {name: Model(weight_files(x, variant), x / "config.json") for name, x in folders.items()}
         if in_pipeline:
             check_pipeline(source)
-        return Source(files, folder / "config.json", source if in_pipeline else None)
+        return Source(models, source if in_pipeline else None)
     original = original_files(source) if source.is_dir() and not in_pipeline else []
     if len(original) == 1:
         return find_source(original[0], variant, pipeline)
@@ -189,41 +221,46 @@ def wan_arguments(folder: Path) -> dict:
     return known
 
 
-def check_component(pipeline: Path, plan: Plan) -> None:
+def check_component(pipeline: Path, part: str, plan: Plan) -> None:
     """Raise ValueError unless the pipeline's transformer is of the kind that takes its place."""
-    value = read_json(pipeline / "model_index.json").get(PART)
+    value = read_json(pipeline / "model_index.json").get(part)
     name = value[1] if isinstance(value, list) and len(value) == 2 else None
     allowed = (plan.family.stock.__name__, plan.family.ours.__name__, "Transformer2DModel")
     if name not in allowed:
         raise ValueError(
-            f"{pipeline} has a {name} as its transformer, where a {type(plan.model).__name__} cannot go: "
+            f"{pipeline} has a {name} as its {part}, where a {type(plan.model).__name__} cannot go: "
             f"give a pipeline with a {allowed[0]}"
         )
 
 
 def write(source: Source, conversion: Conversion, given: Path) -> None:
     """Write everything into a folder beside the final one, and rename it when it is whole."""
-    out, plan = conversion.out, conversion.plan
+    out, plans = conversion.out, conversion.plans
     part = out.absolute().with_name(f".{out.name}.{os.getpid()}.part")
     try:
         part.parent.mkdir(parents=True, exist_ok=True)
-        shards = split(plan.entries())
-        needed = sum(entry.size for _, shard in shards for entry in shard)
+        shards = {name: split(plan.entries()) for name, plan in plans.items()}
+        needed = sum(entry.size for each in shards.values() for _, shard in each for entry in shard)
         free = shutil.disk_usage(part.parent).free
         if free < needed:
             raise ValueError(
                 f"{out} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free there: make room"
             )
-        folder = part
         if source.pipeline is not None:
-            copy_components(source.pipeline, part, type(plan.model).__name__)
-            folder = part / PART
-        folder.mkdir(parents=True)
-        plan.model.save_config(folder)
-        write_shards(folder, shards, plan)
-        record = {"source": given.name, "report": conversion.report(), "round_trip_error": plan.drift}
-        record |= {"layout": plan.layout.name if plan.layout else LAYOUT_DIFFUSERS, "versions": versions()}
-        (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            copy_components(
+                source.pipeline, part, {name: type(plan.model).__name__ for name, plan in plans.items()}
+            )
+        for name, plan in plans.items():
+            folder = part if source.pipeline is None and len(plans) == 1 else part / name
+            folder.mkdir(parents=True)
+            plan.model.save_config(folder)
+            write_shards(folder, shards[name], plan)
+            record = {"source": given.name, "report": conversion.report(), "round_trip_error": plan.drift}
+            record |= {
+                "layout": plan.layout.name if plan.layout else LAYOUT_DIFFUSERS,
+                "versions": versions(),
+            }
+            (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         os.replace(part, out)
     except OSError as error:
         reason = " ".join(str(error.strerror or error).split())
@@ -232,16 +269,16 @@ def write(source: Source, conversion: Conversion, given: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def copy_components(pipeline: Path, part: Path, class_name: str) -> None:
-    """The other components as they are, and an index that names our model for this one."""
+def copy_components(pipeline: Path, part: Path, class_names: Mapping[str, str]) -> None:
+    """The other components as they are, and an index that names our models for those that are converted."""
     root = str(pipeline)
     shutil.copytree(
         pipeline,
         part,
-        ignore=lambda path, names: {PART, ".cache", ".git"} & set(names) if path == root else (),
+        ignore=lambda path, names: {*class_names, ".cache", ".git"} & set(names) if path == root else (),
     )
     index = read_json(pipeline / "model_index.json")
-    index[PART] = ["mhla_diffusion", class_name]
+    index |= {name: ["mhla_diffusion", class_name] for name, class_name in class_names.items()}
     (part / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
