@@ -109,7 +109,7 @@ def imported(*folders: str) -> set[str]:
 def test_what_is_imported_is_declared():
     assert (
         imported("mhla_diffusion/", "train/", "eval/")
-        <= requirements("train", "eval", "inception", "demo").keys()
+        <= requirements("train", "eval", "inception", "video", "demo").keys()
     )
     assert imported("tests/") <= requirements(*PROJECT["optional-dependencies"]).keys()
 
