@@ -55,8 +55,8 @@ class PictureSet:
     def name_of(self, index: int) -> str:
         return f"picture {index}"
 
-    def read(self, start: int, end: int, step: int, batch_size: int, workers: int) -> Iterator[list]:
-        """Lists of (index, uint8 (3, H, W), mode)."""
+    def read(self, start: int, end: int, step: int, batch_size: int, workers: int) -> Iterator[tuple]:
+        """(indices, uint8 pictures (3, H, W) or what is wrong with them, modes) of each batch."""
         raise NotImplementedError
 
     def batches(
@@ -74,7 +74,7 @@ class PictureSet:
         self.modes.clear()
         for part in self.read(start, self.count, step, batch_size, workers):
             kept: list[Tensor] = []
-            for index, picture, mode in part:
+            for index, picture, mode in zip(*part, strict=True):
                 if isinstance(picture, str):
                     raise ValueError(f"{self.name_of(index)}: {picture}")
                 size = tuple(picture.shape[1:])
@@ -139,8 +139,12 @@ class _Files(Dataset):
         return index, *decode(io.BytesIO(file) if isinstance(file, bytes) else file, self.background)
 
 
-def as_list(items: list) -> list:
-    return items
+def packed(items: list[tuple]) -> tuple:
+    """Indices, pictures, modes. Pictures of one size become one tensor: each costs a worker an open file."""
+    indices, pictures, modes = zip(*items, strict=True)
+    shapes = {picture if isinstance(picture, str) else picture.shape for picture in pictures}
+    whole = len(shapes) == 1 and not isinstance(pictures[0], str)
+    return indices, torch.stack(pictures) if whole else pictures, modes
 
 
 class Folder(PictureSet):
@@ -168,7 +172,7 @@ class Folder(PictureSet):
 
     def read(self, start, end, step, batch_size, workers):
         files = _Files([(i, self.files[i]) for i in range(start, end, step)], self.background)
-        return iter(DataLoader(files, batch_size, num_workers=workers, collate_fn=as_list))
+        return iter(DataLoader(files, batch_size, num_workers=workers, collate_fn=packed))
 
 
 def holds_pictures(path: Path) -> bool:
@@ -224,10 +228,10 @@ class Samples(PictureSet):
                 picture = torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(shape[1:])
                 part.append((index, picture.permute(2, 0, 1).contiguous(), "RGB"))
                 if len(part) == batch_size:
-                    yield part
+                    yield packed(part)
                     part = []
             if part:
-                yield part
+                yield packed(part)
 
 
 class Tar(PictureSet):
@@ -272,7 +276,7 @@ class Tar(PictureSet):
 
     def read(self, start, end, step, batch_size, workers):
         files = _Files([(i, self.encoded[i]) for i in range(start, end, step)], self.background)
-        return iter(DataLoader(files, batch_size, num_workers=workers, collate_fn=as_list))
+        return iter(DataLoader(files, batch_size, num_workers=workers, collate_fn=packed))
 
 
 class Tensors(PictureSet):
@@ -291,7 +295,8 @@ class Tensors(PictureSet):
     def read(self, start, end, step, batch_size, workers):
         chosen = list(range(start, end, step))
         for first in range(0, len(chosen), batch_size):
-            yield [(i, self.pictures[i], "RGB") for i in chosen[first : first + batch_size]]
+            part = chosen[first : first + batch_size]
+            yield part, self.pictures[part], ["RGB"] * len(part)
 
 
 def open_pictures(

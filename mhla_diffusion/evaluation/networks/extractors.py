@@ -203,7 +203,7 @@ def transformers_vision(
         output = network((pil_bicubic(pictures, side) / 255 - mean) / std)
         return {"pool": output.last_hidden_state[:, 0] if role == "dinov2" else output.image_embeds}
 
-    width = network.config.hidden_size if role == "dinov2" else network.config.projection_dim
+    width = network.config.hidden_size if role == "dinov2" else network.visual_projection.out_features
     about = {
         "network": role,
         "protocol": f"{role}_{side}",

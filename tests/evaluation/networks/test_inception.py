@@ -8,7 +8,7 @@ from torchmetrics import MetricCollection
 from mhla_diffusion.evaluation.faults import MissingWeights
 from mhla_diffusion.evaluation.metrics.accumulators import FrechetDistance, KernelDistance
 from mhla_diffusion.evaluation.networks import inception_weights
-from mhla_diffusion.evaluation.networks.extractors import inception
+from mhla_diffusion.evaluation.networks.extractors import inception, of_inception
 from mhla_diffusion.evaluation.networks.inception import TAPS, FIDInception
 from mhla_diffusion.evaluation.networks.inception_weights import load_inception
 from mhla_diffusion.evaluation.networks.weight_files import find_weights
@@ -52,6 +52,19 @@ def test_taps_have_their_widths_in_the_order_of_the_tensorflow_graph(random_file
     spatial = found["spatial"].reshape(17, 17, 7)
     torch.testing.assert_close(spatial[3, 5], seen["six"][0, :7, 3, 5])
     assert about["role"] == "inception-classifier" and len(about["sha256"]) == 64
+
+
+@pytest.mark.gpu
+def test_a_gpu_computes_what_a_cpu_does():
+    torch.manual_seed(0)
+    network = FIDInception()
+    pictures = torch.randint(0, 256, (4, 3, 64, 64), dtype=torch.uint8)
+    how = {"protocol": "fid_adm", "weights": {}}
+    expected = of_inception(network, ("spatial", "pool"), device="cpu", **how)(pictures)
+    with torch.autocast("cuda", torch.bfloat16):  # must change nothing
+        found = of_inception(network, ("spatial", "pool"), device="cuda", **how)(pictures)
+    for tap, value in expected.items():
+        torch.testing.assert_close(found[tap].cpu(), value, rtol=1e-4, atol=1e-5)
 
 
 def test_what_the_network_refuses(random_file):
