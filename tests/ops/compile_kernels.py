@@ -121,17 +121,15 @@ def attend_with_steps(dtype, tokens, dim) -> None:
 
 def a_few(arch: int) -> None:
     """What models run, and one of each kind besides; before Hopper only what differs there."""
-    attend(BFLOAT16, LONG, 128, rope=True)
-    attend(FLOAT32, LONG, 64, rope=True)
     attend(BFLOAT16, SHORT, 72, form="dual")
+    attend(BFLOAT16, LONG, 128, rope=True)
     if arch < 90:
         return
+    attend(FLOAT32, LONG, 64, rope=True)
     attend(BFLOAT16, LONG, 72)
     attend_with_steps(BFLOAT16, LONG, 128)
     attend(BFLOAT16, LONG, 32, heads=8, fused=True)
     attend_in_video(BFLOAT16, 128, "none")
-    attend_in_video(BFLOAT16, 128, "paper")
-    attend(FLOAT16, LONG, 64, normalizer="none", fused=True)
 
 
 def every_option(dims: list[int]) -> None:
