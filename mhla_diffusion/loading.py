@@ -32,7 +32,7 @@ def load_pipeline(name: str | os.PathLike = DEFAULT_PIPELINE, *, hub: bool = Fal
             `pipelines/` folder of the checkout, or in an installed package; they are searched in this order.
         hub: ask the Hugging Face Hub for `name` ("owner/name") when it is found nowhere. Nothing is
             downloaded otherwise.
-        kwargs: for `from_pretrained`, such as `torch_dtype=torch.bfloat16`.
+        kwargs: for `from_pretrained`, such as `dtype=torch.bfloat16`.
 
     Returns:
         The pipeline, a `diffusers.DiffusionPipeline`, on the CPU.

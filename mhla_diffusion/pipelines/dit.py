@@ -12,14 +12,10 @@ import torch
 from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
-    DDIMScheduler,
-    DDPMScheduler,
     DiffusionPipeline,
     DiTPipeline,
     DiTTransformer2DModel,
-    DPMSolverMultistepScheduler,
     ImagePipelineOutput,
-    SchedulerMixin,
 )
 from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from diffusers.loaders import SanaLoraLoaderMixin
@@ -37,35 +33,19 @@ from .checks import (
     check_number,
     check_tensor_inputs,
 )
+from .dit_schedulers import DIT_SCHEDULERS, KEEPS_THREE_CHANNELS, READS_VARIANCES, dit_scheduler
+
+__all__ = ["DIT_SCHEDULERS", "MHLADiTPipeline", "dit_scheduler", "label_names"]
 
 WHOLE_NUMBER = re.compile(r"-?\d{1,18}")
-# The diffusion that DiT was trained with (arXiv 2212.09748, Sec. 4).
-DIT_DIFFUSION = {
-    "num_train_timesteps": 1000,
-    "beta_start": 0.0001,
-    "beta_end": 0.02,
-    "beta_schedule": "linear",
-    "prediction_type": "epsilon",
-}
-DIT_SCHEDULERS: dict[str, tuple[type[SchedulerMixin], dict[str, Any]]] = {
-    "ddim": (DDIMScheduler, {"clip_sample": False}),
-    # As the paper samples, in 250 of the 1000 steps, spread from the first to the last, with learned variances.
-    "ddpm": (
-        DDPMScheduler,
-        {"clip_sample": False, "variance_type": "learned_range", "timestep_spacing": "linspace"},
-    ),
-    "dpm-solver": (DPMSolverMultistepScheduler, {}),
-}
 
 
-def dit_scheduler(name: str = "ddim", **changes) -> SchedulerMixin:
-    """A scheduler for DiT by name: "ddim", "ddpm" (the paper's, meant for 250 steps) or "dpm-solver" (20 steps).
-
-    `changes` replace settings, such as `prediction_type="v_prediction"`. Raises ValueError on another name.
-    """
-    check_choice("name", name, tuple(DIT_SCHEDULERS))
-    kind, settings = DIT_SCHEDULERS[name]
-    return kind(**(DIT_DIFFUSION | settings | changes))
+def label_names(pipeline: DiTPipeline) -> dict[int, str]:
+    """`id2label` of a pipeline, out of the labels that it looks up."""
+    names: dict[int, list[str]] = {}
+    for name, number in pipeline.labels.items():
+        names.setdefault(number, []).append(name)
+    return {number: ", ".join(names[number]) for number in sorted(names)}
 
 
 class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
@@ -115,10 +95,7 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
     def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs):
         """As in Diffusers, with the label names, which a stock pipeline does not keep in its config."""
         if getattr(pipeline, "labels", None) and not pipeline.config.get("id2label"):
-            names: dict[int, list[str]] = {}
-            for name, number in pipeline.labels.items():
-                names.setdefault(number, []).append(name)
-            kwargs.setdefault("id2label", {number: ", ".join(names[number]) for number in sorted(names)})
+            kwargs.setdefault("id2label", label_names(pipeline))
         return super().from_pipe(pipeline, **kwargs)
 
     @property
@@ -347,7 +324,7 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
             given, null = prediction[:batch], prediction[batch:, :guided]
             mean = null + self._guidance_scale * (given[:, :guided] - null)
             prediction = torch.cat([mean, given[:, guided:]], dim=1)
-        takes_variance = isinstance(self.scheduler, DDPMScheduler) and self.learns_variance()
+        takes_variance = isinstance(self.scheduler, READS_VARIANCES) and self.learns_variance()
         return prediction if takes_variance else prediction[:, :channels]
 
     def learns_variance(self) -> bool:
@@ -368,6 +345,8 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
         check_number("guidance_scale", guidance_scale, minimum=0)
         check_number("num_inference_steps", steps, minimum=1, whole=True)
         check_number("eta", eta, minimum=0)
+        if eta > 1:
+            raise ValueError(f"eta={eta}: give a number from 0 (no noise) to 1 (as much as DDPM)")
         longest = self.scheduler.config.get("num_train_timesteps")
         if longest is not None and steps > longest:
             raise ValueError(f"num_inference_steps={steps}: the scheduler has {longest}, give at most that")
@@ -377,8 +356,14 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
             check_multiple(name, size, self.size_multiple)
         check_tensor_inputs(tensor_inputs, self._callback_tensor_inputs)
         channels, out = self.transformer.config.in_channels, self.transformer.config.out_channels or 0
-        if self.learns_variance() and isinstance(self.scheduler, DDPMScheduler) and out != 2 * channels:
+        if self.learns_variance() and isinstance(self.scheduler, READS_VARIANCES) and out != 2 * channels:
             raise ValueError(
                 f"the scheduler has variance_type={self.scheduler.config.variance_type!r} but the transformer predicts "
                 'no variances: use pipe.scheduler = dit_scheduler("ddpm", variance_type="fixed_small")'
+            )
+        if self.learns_variance() and isinstance(self.scheduler, KEEPS_THREE_CHANNELS) and channels != 3:
+            kind = type(self.scheduler).__name__
+            raise ValueError(
+                f"{kind} with variance_type={self.scheduler.config.variance_type!r} keeps 3 of the {channels} latent "
+                f"channels: use pipe.scheduler = {kind}.from_config(pipe.scheduler.config, variance_type=None)"
             )

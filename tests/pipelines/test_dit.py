@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
+    DDPMParallelScheduler,
     DDPMScheduler,
     DiffusionPipeline,
     DiTPipeline,
+    DPMSolverMultistepScheduler,
+    DPMSolverSinglestepScheduler,
     EulerAncestralDiscreteScheduler,
     FirstBlockCacheConfig,
 )
@@ -348,6 +351,26 @@ def test_a_scheduler_is_swapped_from_the_config_of_another(pipe):
     assert draw(swapped).isfinite().all()
 
 
+@pytest.mark.parametrize("kind", [DPMSolverMultistepScheduler, DPMSolverSinglestepScheduler])
+def test_a_solver_that_would_cut_channels_off_is_refused_with_what_to_type(pipe, kind):
+    swapped = pipeline(pipe.transformer)
+    swapped.scheduler = kind.from_config(dit_scheduler("ddpm").config)
+    with pytest.raises(
+        ValueError, match="keeps 3 of the 4 latent channels: use pipe.scheduler = DPM"
+    ) as caught:
+        draw(swapped)
+    assert "\n" not in str(caught.value)
+    swapped.scheduler = kind.from_config(swapped.scheduler.config, variance_type=None)
+    assert draw(swapped).isfinite().all()
+
+
+def test_the_parallel_ddpm_reads_the_same_variances(pipe):
+    one, two = pipeline(pipe.transformer), pipeline(pipe.transformer)
+    one.scheduler = dit_scheduler("ddpm")
+    two.scheduler = DDPMParallelScheduler.from_config(one.scheduler.config)
+    assert close(draw(one), draw(two))
+
+
 BAD_CALLS = [
     ({"class_labels": [-1]}, "class label -1: give a name or a number from 0 to 9"),
     ({"class_labels": [11]}, "class label 11: give a name"),
@@ -365,6 +388,7 @@ BAD_CALLS = [
     ({"guidance_scale": float("nan")}, "guidance_scale=nan"),
     ({"guidance_scale": -1}, "guidance_scale=-1"),
     ({"eta": -0.5}, "eta=-0.5"),
+    ({"eta": 1.5}, "eta=1.5: give a number from 0"),
     ({"output_type": "jpeg"}, "output_type='jpeg': choose one of pil, np, pt, latent"),
     ({"generator": [generator(0), generator(1)]}, "generator has 2 entries for 1 picture"),
     ({"generator": 7}, "give a torch.Generator"),
