@@ -8,6 +8,16 @@ from ..mixing import INITS, NORMALIZATIONS
 from ..ops.attention import NORMALIZERS
 
 OTHER_LAYERS = ("stock", "softmax")
+# Of these, a model has those that its class knows; one that is None is chosen by the class.
+SWITCHES = (
+    "mhla_gate",
+    "mhla_norm_in",
+    "mhla_norm_out",
+    "mhla_norm_across_heads",
+    "mhla_norm_projected",
+    "mhla_mixing_learnable",
+    "mhla_per_head_mixing",
+)
 
 
 def check_options(config, num_layers: int, axes: int = 2) -> dict:
@@ -24,6 +34,8 @@ def check_options(config, num_layers: int, axes: int = 2) -> dict:
     check_choice("mhla_mixing_init", config.mhla_mixing_init, INITS)
     check_choice("mhla_mixing_normalization", config.mhla_mixing_normalization, NORMALIZATIONS)
     check_choice("mhla_other_layers", config.mhla_other_layers, OTHER_LAYERS)
+    for name in SWITCHES:
+        check_switch(name, config.get(name))
     check_epsilon("mhla_feature_eps", config.mhla_feature_eps)
     if config.mhla_denominator_eps is not None:
         check_epsilon("mhla_denominator_eps", config.mhla_denominator_eps)
@@ -52,6 +64,12 @@ def check_choice(name: str, value, allowed: tuple) -> None:
     """Raise ValueError unless `value` is one of the allowed ones."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r}: choose one of {', '.join(map(str, allowed))}")
+
+
+def check_switch(name: str, value) -> None:
+    """Raise ValueError unless `value` is True, False or None: in a JSON file "false" would be taken for true."""
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: give True or False (in JSON true or false, without quotes)")
 
 
 def check_epsilon(name: str, value) -> None:

@@ -355,6 +355,8 @@ def test_inputs_that_cannot_work_are_refused_in_one_line(inputs, message):
         ({"mhla_denominator_eps": -1.0}, "mhla_denominator_eps=-1.0: give a finite number"),
         ({"mhla_mixing_init": "lineal"}, "choose one of linear"),
         ({"mhla_other_layers": "linear"}, "choose one of stock, softmax"),
+        ({"mhla_gate": "false"}, "mhla_gate='false': give True or False"),
+        ({"mhla_mixing_learnable": 0}, "mhla_mixing_learnable=0: give True or False"),
         ({"mhla_local_conv": 4}, "odd kernel size"),
         ({"mhla_time_shift": 2}, "choose one of 0, 1"),
         ({"sample_size": 9}, "does not divide into patches of patch_size=2: give a multiple, such as 8"),

@@ -287,7 +287,7 @@ def test_latents_that_do_not_divide_into_patches_are_refused():
         ({"mhla_layers": [2]}, "from 0 to 1"),
         ({"mhla_layers": [-1]}, "from 0 to 1"),
         ({"mhla_layers": [0, 0]}, "different layer indices"),
-        ({"mhla_layers": "all"}, "different layer indices"),
+        ({"mhla_layers": "half"}, "give .all. or a list"),
         ({"mhla_normalizer": "Paper"}, "choose one of paper, none, official"),
         ({"mhla_mixing_init": "lineal"}, "choose one of linear"),
         ({"mhla_mixing_normalization": "rows"}, "choose one of row"),
