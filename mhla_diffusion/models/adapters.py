@@ -104,7 +104,7 @@ class AdapterMixin:
                     lost.append(f"{key} of shape {tuple(tensor.shape)} for {tuple(places[name].shape)}")
             else:
                 pairs[key] = tensor
-                if not pair_fits(name, tensor, modules):
+                if not pair_fits(name, tensor, modules) or not has_partner(key, source):
                     lost.append(key)
         if lost or not source:
             what = f"{len(lost)} of its {len(source)} weights have no place" if source else "it is empty"
@@ -165,6 +165,16 @@ def pair_fits(name: str, tensor: torch.Tensor, modules: dict[str, nn.Module]) ->
         "B": getattr(module, "out_features", getattr(module, "out_channels", None)),
     }.get(kind[:1])
     return module is not None and (width is None or tensor.ndim < 2 or tensor.shape[kind[0] == "A"] == width)
+
+
+def has_partner(key: str, source: dict) -> bool:
+    """Whether the other half of a LoRA pair is there, of the same rank (the rows of A, the columns of B)."""
+    path, found, end = key.rpartition(".lora_")
+    if not found or end not in ("A.weight", "B.weight"):
+        return True
+    other = source.get(f"{path}.lora_{'B' if end[0] == 'A' else 'A'}.weight")
+    axis = 0 if end[0] == "A" else 1
+    return other is not None and other.ndim > 1 and source[key].shape[axis] == other.shape[1 - axis]
 
 
 def new_weights(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -241,7 +251,8 @@ def load_adapter(target, source, *, adapter_name: str | None = None, hotswap: bo
         hotswap: put the tensors in place of those of the loaded adapter `adapter_name`, without recompilation.
         where: `weight_name`, `subfolder`, `revision`, ... as in `load_lora_weights`.
 
-    `unload_lora_weights()` takes all of it away again, `fuse_lora()` makes it permanent. Raises ValueError (nothing
+    `unload_lora_weights()` takes all of it away again, `fuse_lora()` makes it permanent. Weights and switches
+    (`set_adapters`, `disable_lora`, `{"scale": s}`) reach the LoRA pairs alone. Raises ValueError (nothing
     is changed) when a weight has no place in the model.
     """
     model = transformer_of(target)

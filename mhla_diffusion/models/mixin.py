@@ -185,6 +185,11 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin):
         # give mixing matrices without values. This is where they get their documented start.
         loaded = super()._load_pretrained_model(model, *args, **kwargs)
         missing, unexpected = loaded[1], loaded[2]
+        if any(".base_layer." in key or ".lora_" in key for key in unexpected):
+            raise ValueError(
+                "the checkpoint was saved while adapters were attached, whose weights have no place in it: save the "
+                "model after fuse_lora() and unload_lora(), and adapters with save_adapter()"
+            )
         if unexpected:  # Diffusers drops them with a log line, and the model then draws something else
             raise ValueError(
                 f"the checkpoint holds {len(unexpected)} weights that this {cls.__name__} configuration has no place "

@@ -214,6 +214,13 @@ def another(**changes) -> dict[str, torch.Tensor]:
     return {f"transformer.{name}": tensor for name, tensor in get_peft_model_state_dict(model).items()}
 
 
+def pair(rows: int = 0, columns: int = 0) -> dict[str, torch.Tensor]:
+    """One LoRA pair of these ranks on a layer that is there; 0 leaves that half out."""
+    halves = {"A": torch.ones(rows, 16), "B": torch.ones(16, columns)}
+    path = "transformer.transformer_blocks.0.attn1.to_q.lora_"
+    return {f"{path}{half}.weight": tensor for half, tensor in halves.items() if tensor.numel()}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -229,6 +236,9 @@ def another(**changes) -> dict[str, torch.Tensor]:
             "x.weight",
         ),
         (lambda: {"text_encoder.layer.lora_A.weight": torch.ones(2, 2)}, "text_encoder"),
+        (lambda: pair(rows=2, columns=3), "2 of its 2 weights have no place"),
+        (lambda: pair(rows=2), r"1 of its 1 weights have no place .transformer.*lora_A.weight"),
+        (lambda: pair(columns=2), r"1 of its 1 weights have no place .transformer.*lora_B.weight"),
         (dict, "it is empty"),
     ],
 )
@@ -256,3 +266,10 @@ def test_nothing_to_save_and_a_stock_model_are_refused(tmp_path):
         load_adapter(stock_pipeline(), tmp_path)
     with pytest.raises(ValueError, match="got a SanaTransformer2DModel"):
         save_adapter(stock_transformer(), tmp_path)
+
+
+def test_a_model_saved_with_adapters_attached_is_refused_with_what_to_do(tmp_path):
+    trained().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="saved while adapters were attached") as caught:
+        MHLASanaTransformer2DModel.from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
