@@ -79,8 +79,8 @@ def add_generate(commands) -> None:
         commands,
         "generate",
         run_generate,
-        "Draw a picture for each prompt.",
-        "Every PNG carries its settings, and a JSON with the same lies beside it. Pictures that are there "
+        "Draw a picture, or with a text-to-video pipeline make a video, for each prompt.",
+        "Every PNG or mp4 carries its settings, and a JSON with the same lies beside it. Files that are there "
         "already with the same settings are skipped. Exit status 1 if some prompts failed, the others drawn.",
     )
     add = parser.add_argument
@@ -93,8 +93,11 @@ def add_generate(commands) -> None:
     add("--guidance", type=float, help="classifier-free guidance scale (default: the pipeline's)")
     add("--height", type=int, help="pixels (default: the pipeline's)")
     add("--width", type=int, help="pixels (default: the pipeline's)")
-    add("--out", default="outputs", metavar="FOLDER", help="where the pictures go (default: %(default)s)")
-    add("--batch-size", type=int, default=4, help="pictures drawn at a time (default: %(default)s)")
+    add("--frames", type=int, help="of a video, such as 17 or 81 (default: the pipeline's)")
+    add("--fps", type=float, help="frames a second of a video (default: the pipeline's)")
+    add("--gif", action="store_true", help="also each video as a GIF")
+    add("--out", default="outputs", metavar="FOLDER", help="where the files go (default: %(default)s)")
+    add("--batch-size", type=int, help="how many are drawn at a time (default: 4 pictures or 1 video)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     add("--overwrite", action="store_true", help="draw again what is there already")
@@ -117,6 +120,9 @@ def run_generate(args: argparse.Namespace) -> int:
         guidance=args.guidance,
         height=args.height,
         width=args.width,
+        frames=args.frames,
+        fps=args.fps,
+        gif=args.gif,
         out=args.out,
         batch_size=args.batch_size,
         device=args.device,

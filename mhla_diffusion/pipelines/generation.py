@@ -1,4 +1,4 @@
-"""Pictures from a list of prompts: what is done is skipped, and one bad prompt does not lose the others."""
+"""Pictures or videos from a list of prompts: what is done is skipped, and one bad prompt does not lose the others."""
 
 import os
 from collections.abc import Sequence
@@ -11,13 +11,16 @@ from tqdm import tqdm
 
 from mhla_diffusion.folders import check_writable
 from mhla_diffusion.loading import check_layout
-from mhla_diffusion.pipelines.pictures import contact_sheet, read_settings, save_picture, write_atomically
+from mhla_diffusion.pipelines.pictures import contact_sheet, read_settings, write_atomically
 from mhla_diffusion.pipelines.requests import (
     Request,
     check_numbers,
     check_prompts,
+    check_video,
+    makes_videos,
     match_seeds,
 )
+from mhla_diffusion.pipelines.videos import read_video, read_video_settings, save_video
 from mhla_diffusion.weights import DEFAULT_PIPELINE, find_pipeline, fingerprint
 
 if TYPE_CHECKING:
@@ -53,15 +56,21 @@ def generate(
     guidance: float | None = None,
     height: int | None = None,
     width: int | None = None,
+    frames: int | None = None,
+    fps: float | None = None,
     out: str | os.PathLike = "outputs",
-    batch_size: int = 4,
+    batch_size: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
     overwrite: bool = False,
     sheet: str | os.PathLike | None = None,
     columns: int = 4,
+    gif: bool = False,
 ) -> Report:
     """Draw one picture per prompt into the folder `out`, as `NNNN_<words>_<seed>.png` with a JSON beside it.
+
+    Of a text-to-video pipeline (Wan), `.mp4` files of `frames` frames, `fps` a second, and with `gif` the same as a
+    GIF. At a time `batch_size` are made, None: 4 pictures or 1 video.
 
     The noise of a picture depends on its seed only (a CPU generator), not on its batch or the device. A
     picture that is there with the same settings is skipped; one with other settings is replaced only by
@@ -85,42 +94,63 @@ def generate(
             )
     check_layout(Path(pipeline).expanduser())
     folder = find_pipeline(pipeline)
+    video = makes_videos(folder)
+    check_video(video, frames, fps, gif)
+    batch_size = batch_size or (1 if video else 4)
 
     # Imported late: torch and Diffusers take seconds, and mistakes should be named at once.
     from mhla_diffusion.pipelines.painter import Painter, choose_device, choose_dtype
+
+    if video:
+        from mhla_diffusion.pipelines.video_painter import VideoPainter as Painter
 
     chosen_device = choose_device(device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
     sha256 = fingerprint(folder)
 
     report = Report()
+    unit = "video" if video else "picture"
     pending = []
     for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
-        request = Request(index, prompt.strip(), seed, steps, guidance, height, width, chosen_dtype)
+        request = Request(
+            index,
+            prompt.strip(),
+            seed,
+            steps,
+            guidance,
+            height,
+            width,
+            chosen_dtype,
+            frames,
+            fps,
+            suffix=".mp4" if video else ".png",
+        )
         path = out / request.file_name
         if not request.prompt:
             report.failed[index] = "the prompt is empty"
         elif overwrite or not path.exists():
             pending.append(request)
         else:
-            settings = read_settings(path)
+            settings = read_video_settings(path) if video else read_settings(path)
             found = request.differences(settings, sha256) if settings else ["no settings in it"]
             if found:
                 raise ValueError(
-                    f"{path} is another picture ({', '.join(found)}): use --overwrite or another --out"
+                    f"{path} is another {unit} ({', '.join(found)}): use --overwrite or another --out"
                 )
             report.skipped[index] = path
 
     if pending:
         painter = Painter(folder, sha256, chosen_device, chosen_dtype)
-        painter.check(height, width, steps)
+        painter.check(pending[0])
         faults = {request.index: painter.fault(request) for request in pending}
         report.failed |= {index: reason for index, reason in faults.items() if reason}
         pending = [request for request in pending if request.index not in report.failed]
-        with tqdm(total=len(pending), unit="picture") as bar:
+        with tqdm(total=len(pending), unit=unit) as bar:
             for start in range(0, len(pending), batch_size):
                 draw_batch(painter, pending[start : start + batch_size], out, report)
                 bar.update(len(pending[start : start + batch_size]))
+    if gif:
+        write_gifs([*report.drawn.values(), *report.skipped.values()], overwrite)
     if sheet is not None:
         paths = report.drawn | report.skipped
         write_sheet(Path(sheet), [paths.get(index) for index in range(len(prompts))], prompts, columns)
@@ -141,19 +171,32 @@ def draw_batch(painter: "Painter", requests: Sequence[Request], out: Path, repor
     for request, image in zip(requests, images, strict=True):
         path = out / request.file_name
         out.mkdir(parents=True, exist_ok=True)  # only now, so that a run that draws nothing leaves nothing
-        save_picture(image, path, painter.settings(request))
+        painter.save(image, path, request)
         report.drawn[request.index] = path
 
 
+def write_gifs(videos: Sequence[Path], overwrite: bool) -> None:
+    """Write each video as a GIF beside it, unless one is there that is no older."""
+    for path in videos:
+        gif = path.with_suffix(".gif")
+        if overwrite or not gif.exists() or gif.stat().st_mtime_ns < path.stat().st_mtime_ns:
+            video = read_video(path)
+            settings = {name: value for name, value in (video.settings or {}).items() if name != "video"}
+            save_video(video.frames, gif, fps=video.fps, settings=settings)
+
+
+def middle(path: Path) -> Image.Image:
+    """The picture at this path, or the frame in the middle of the video."""
+    if path.suffix == ".mp4":
+        frames = read_video(path).frames
+        return Image.fromarray(frames[len(frames) // 2])
+    with Image.open(path) as image:
+        return image.convert("RGB")
+
+
 def write_sheet(path: Path, pictures: Sequence[Path | None], captions: Sequence[str], columns: int) -> None:
-    """Write a contact sheet of pictures on disk; None leaves its square empty."""
-    images = []
-    for picture in pictures:
-        if picture is None:
-            images.append(None)
-        else:
-            with Image.open(picture) as image:
-                images.append(image.convert("RGB"))
+    """Write a contact sheet of pictures or videos on disk; None leaves its square empty."""
+    images = [None if picture is None else middle(picture) for picture in pictures]
     drawn = contact_sheet(images, captions, columns=columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda file: drawn.save(file, format="PNG"))

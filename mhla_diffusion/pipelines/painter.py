@@ -11,6 +11,7 @@ from PIL import Image
 
 from mhla_diffusion.loading import load_pipeline, no_library_bars
 from mhla_diffusion.pipelines.dit import MHLADiTPipeline
+from mhla_diffusion.pipelines.pictures import save_picture
 from mhla_diffusion.pipelines.requests import Request, check_size
 from mhla_diffusion.pipelines.sana import BINNED_SAMPLE_SIZES, FiniteWatch, MHLASanaPipeline
 from mhla_diffusion.provenance import versions
@@ -28,29 +29,61 @@ class Painter:
     Of a class-conditional pipeline (DiT, stock ones included) a prompt is a class's name or number.
     """
 
+    kinds = (SanaPipeline, DiTPipeline)
+
     def __init__(self, folder: Path, sha256: str, device: torch.device, dtype: str):
         self.folder, self.sha256, self.device, self.dtype = folder, sha256, device, dtype
+        self.pipeline_class = None
         with no_library_bars():
-            self.pipe = load_pipeline(folder, dtype=DTYPES[dtype]).to(device)
-        if not isinstance(self.pipe, (SanaPipeline, DiTPipeline)):
+            self.pipe = self.load().to(device)
+        if not isinstance(self.pipe, self.kinds):
             raise ValueError(
-                f"{folder} is a {type(self.pipe).__name__}: give a text-to-image pipeline (SANA) or a "
-                "class-conditional one (DiT)"
+                f"{folder} is a {type(self.pipe).__name__}: give a text-to-image pipeline (SANA), a "
+                "class-conditional one (DiT), or a text-to-video one (Wan)"
             )
-        self.pipeline_class = type(self.pipe).__name__
-        if self.by_class and not isinstance(self.pipe, MHLADiTPipeline):
-            # Stock's has no sizes, steps of its own or label checks. Diffusers would make float32 of it.
-            self.pipe = MHLADiTPipeline.from_pipe(self.pipe, torch_dtype=DTYPES[dtype])
+        self.pipeline_class = self.pipeline_class or type(self.pipe).__name__
         self.pipe.set_progress_bar_config(desc="steps", leave=False, position=1, disable=None)
-        self.defaults = call_defaults(self.pipe)
+        self.defaults = self.call_defaults()
+
+    def load(self) -> DiffusionPipeline:
+        """The pipeline on the CPU, where ours is better than the stock one as ours; notes what is in the folder."""
+        pipe = load_pipeline(self.folder, dtype=DTYPES[self.dtype])
+        if isinstance(pipe, DiTPipeline) and not isinstance(pipe, MHLADiTPipeline):
+            self.pipeline_class = type(pipe).__name__
+            # Stock's has no sizes, steps of its own or label checks. Diffusers would make float32 of it.
+            pipe = MHLADiTPipeline.from_pipe(pipe, torch_dtype=DTYPES[self.dtype])
+        return pipe
+
+    def call_defaults(self) -> dict[str, Any]:
+        """Steps, guidance, height and width that the pipeline draws with when a call does not name them."""
+        pipe = self.pipe
+        if isinstance(pipe, (MHLASanaPipeline, MHLADiTPipeline)):
+            height, width = pipe.default_size
+            return {
+                "steps": pipe.config.default_steps,
+                "guidance": pipe.config.default_guidance_scale,
+                "height": height,
+                "width": width,
+            }
+        parameters = inspect.signature(pipe.__call__).parameters
+        side = pipe.transformer.config.sample_size * pipe.vae_scale_factor
+        return {
+            "steps": parameters["num_inference_steps"].default,
+            "guidance": parameters["guidance_scale"].default,
+            "height": side,
+            "width": side,
+        }
 
     @property
     def by_class(self) -> bool:
         return isinstance(self.pipe, DiTPipeline)
 
-    def check(self, height: int | None, width: int | None, steps: int | None) -> None:
+    def check(self, request: Request) -> None:
         """Raise ValueError unless the pipeline can draw pictures of this size in this many steps."""
-        check_size(height, width, getattr(self.pipe, "size_multiple", STOCK_SIZE_MULTIPLE))
+        check_size(request.height, request.width, getattr(self.pipe, "size_multiple", STOCK_SIZE_MULTIPLE))
+        self.check_steps(request.steps)
+
+    def check_steps(self, steps: int | None) -> None:
         longest = self.pipe.scheduler.config.num_train_timesteps
         if steps is not None and steps > longest:
             raise ValueError(f"steps is {steps}: the scheduler has {longest}, for example --steps 20")
@@ -78,6 +111,10 @@ class Painter:
             generator=[torch.Generator("cpu").manual_seed(request.seed) for request in requests],
             **self.stock_arguments(),
         ).images
+
+    def save(self, image: Image.Image, path: Path, request: Request) -> None:
+        """Write what `draw` made, with its settings."""
+        save_picture(image, path, self.settings(request))
 
     def stock_arguments(self) -> dict[str, Any]:
         """What the stock pipeline must be told and ours does by itself."""
@@ -113,26 +150,6 @@ class Painter:
             "device": torch.cuda.get_device_name(self.device) if on_gpu else self.device.type,
             "versions": versions(("mhla_diffusion", "torch", "diffusers", "transformers")),
         }
-
-
-def call_defaults(pipe: DiffusionPipeline) -> dict[str, Any]:
-    """Steps, guidance, height and width that the pipeline draws with when a call does not name them."""
-    if isinstance(pipe, (MHLASanaPipeline, MHLADiTPipeline)):
-        height, width = pipe.default_size
-        return {
-            "steps": pipe.config.default_steps,
-            "guidance": pipe.config.default_guidance_scale,
-            "height": height,
-            "width": width,
-        }
-    parameters = inspect.signature(pipe.__call__).parameters
-    side = pipe.transformer.config.sample_size * pipe.vae_scale_factor
-    return {
-        "steps": parameters["num_inference_steps"].default,
-        "guidance": parameters["guidance_scale"].default,
-        "height": side,
-        "width": side,
-    }
 
 
 def choose_device(device: str) -> torch.device:

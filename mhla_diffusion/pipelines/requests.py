@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from mhla_diffusion.pipelines.pictures import slug
+from mhla_diffusion.pipelines.videos import FASTEST_GIF, check_encoder, check_fps
+from mhla_diffusion.weights import read_json
 
+VIDEO_PIPELINES = ("MHLAWanPipeline", "WanPipeline")
 MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Request:
-    """One picture that is asked for; None means the pipeline's default."""
+    """One picture or video that is asked for; None means the pipeline's default."""
 
     index: int
     prompt: str
@@ -26,10 +29,13 @@ class Request:
     height: int | None = None
     width: int | None = None
     dtype: str = "float32"
+    frames: int | None = None
+    fps: float | None = None
+    suffix: str = ".png"
 
     @property
     def file_name(self) -> str:
-        return f"{self.index:04d}_{slug(self.prompt)}_{self.seed}.png"
+        return f"{self.index:04d}_{slug(self.prompt)}_{self.seed}{self.suffix}"
 
     def differences(self, settings: dict[str, Any], pipeline_sha256: str) -> list[str]:
         """In what a picture with these settings differs from the one asked for; empty if it is that one."""
@@ -38,7 +44,7 @@ class Request:
         # The same pipeline has the same defaults, so the stored ones stand for what was left open.
         defaults = settings.get("defaults", {})
         found = []
-        for name in ("prompt", "seed", "steps", "guidance", "height", "width", "dtype"):
+        for name in ("prompt", "seed", "steps", "guidance", "height", "width", "dtype", "frames", "fps"):
             asked = defaults.get(name) if getattr(self, name) is None else getattr(self, name)
             if settings.get(name) != asked:
                 found.append(f"{name} {settings.get(name)!r} there, {asked!r} asked")
@@ -114,7 +120,7 @@ def check_prompts(prompts: Sequence[str]) -> None:
         raise ValueError('no prompt given: for example mhla generate "a 3D emoji of a red apple"')
 
 
-def check_numbers(steps: int | None, guidance: float | None, batch_size: int) -> None:
+def check_numbers(steps: int | None, guidance: float | None, batch_size: int | None) -> None:
     """Raise ValueError for numbers that no pipeline can use."""
     if steps is not None and not (is_whole(steps) and steps >= 1):
         raise ValueError(f"steps is {steps!r}: give a whole number of at least 1, for example --steps 20")
@@ -123,10 +129,38 @@ def check_numbers(steps: int | None, guidance: float | None, batch_size: int) ->
         raise ValueError(
             f"guidance is {guidance!r}: give a finite number of at least 0, for example --guidance 4.5"
         )
-    if not (is_whole(batch_size) and batch_size >= 1):
+    if batch_size is not None and not (is_whole(batch_size) and batch_size >= 1):
         raise ValueError(
             f"batch size is {batch_size!r}: give a whole number of at least 1, for example --batch-size 4"
         )
+
+
+def check_video(video: bool, frames: int | None, fps: float | None, gif: bool) -> None:
+    """Raise ValueError unless these options of videos go with the kind of pipeline, and an encoder is installed."""
+    if not video:
+        given = [
+            name
+            for name, value in (("frames", frames), ("fps", fps), ("gif", gif or None))
+            if value is not None
+        ]
+        if given:
+            raise ValueError(
+                f"--{given[0]} is for videos, and this pipeline draws pictures: leave it out, or give a text-to-video "
+                "pipeline"
+            )
+        return
+    check_encoder()
+    if frames is not None and not (is_whole(frames) and frames >= 1):
+        raise ValueError(f"frames is {frames!r}: give a whole number of at least 1, for example --frames 17")
+    if fps is not None:
+        check_fps(fps)
+    if gif and fps is not None and fps > FASTEST_GIF:
+        raise ValueError(f"fps is {fps}: a GIF shows at most {FASTEST_GIF} frames a second, leave --gif out")
+
+
+def makes_videos(folder: Path) -> bool:
+    """Whether the pipeline in `folder` makes videos of texts."""
+    return read_json(folder / "model_index.json").get("_class_name") in VIDEO_PIPELINES
 
 
 def check_size(height: int | None, width: int | None, multiple: int) -> None:

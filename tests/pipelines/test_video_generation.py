@@ -1,0 +1,149 @@
+"""`mhla generate` with Wan pipelines: videos with the same names, settings and resuming as pictures have."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny_wan_pipeline
+import torch
+from PIL import Image
+from tiny_wan import model, stirred
+
+from mhla_diffusion.cli import main
+from mhla_diffusion.pipelines.generation import generate
+from mhla_diffusion.pipelines.video_painter import VideoPainter
+from mhla_diffusion.pipelines.videos import read_video, read_video_settings
+from mhla_diffusion.pipelines.wan import MHLAWanPipeline
+
+PROMPTS = ["a red apple", "two blue emoji"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A whole text-to-video pipeline at toy size, 5 frames of 32 x 48, on disk."""
+    path = tmp_path_factory.mktemp("pipelines") / "toy"
+    MHLAWanPipeline(
+        **tiny_wan_pipeline.components(),
+        default_steps=2,
+        default_guidance_scale=2.0,
+        default_height=32,
+        default_width=48,
+        default_frames=5,
+        default_fps=8,
+        max_sequence_length=8,
+    ).save_pretrained(path)
+    return path
+
+
+def test_videos_have_settings_and_are_the_pipelines_own(folder, tmp_path):
+    report = generate(
+        PROMPTS, pipeline=folder, seeds=[4, 5], out=tmp_path, device="cpu", batch_size=2, gif=True
+    )
+    names = ["0000_a-red-apple_4", "0001_two-blue-emoji_5"]
+    assert [path.name for path in report.drawn.values()] == [
+        f"{name}.mp4" for name in names
+    ] and not report.failed
+    assert len(list(tmp_path.iterdir())) == 6
+    settings = read_video_settings(tmp_path / f"{names[1]}.mp4")
+    assert json.loads((tmp_path / f"{names[1]}.json").read_text()) == settings
+    expected = {
+        "prompt": "two blue emoji", "seed": 5, "steps": 2, "guidance": 2.0, "height": 32, "width": 48, "frames": 5,
+        "fps": 8, "pipeline_class": "MHLAWanPipeline", "pipeline": "toy", "flow_shift": 3.0, "dtype": "float32",
+        "vae_dtype": "float32", "negative_prompt": "", "scheduler": "FlowMatchEulerDiscreteScheduler",
+        "video": {"frames": 5, "height": 32, "width": 48, "fps": 8},
+    }  # fmt: skip
+    assert expected.items() <= settings.items() and settings["versions"]["torch"]
+    pipe = MHLAWanPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    alone = pipe("two blue emoji", generator=torch.Generator().manual_seed(5)).frames[0]
+    for suffix, near in ((".mp4", 12), (".gif", 8)):
+        video = read_video(tmp_path / f"{names[1]}{suffix}")
+        assert video.frames.shape == (5, 32, 48, 3) and video.fps == 8 and video.settings == settings
+        assert np.abs(video.frames / 255 - alone).mean() * 255 < near
+
+
+def test_it_goes_on_where_it_was_and_never_replaces(folder, tmp_path):
+    first = generate(PROMPTS, pipeline=folder, out=tmp_path, device="cpu")
+    before = first.drawn[0].read_bytes()
+    first.drawn[1].unlink()
+    # What is the default may be asked for by name.
+    asked = {"steps": 2, "frames": 5, "fps": 8.0, "height": 32}
+    second = generate(PROMPTS, pipeline=folder, out=tmp_path, device="cpu", gif=True, **asked)
+    assert list(second.drawn) == [1] and list(second.skipped) == [0] and first.drawn[0].read_bytes() == before
+    assert first.drawn[0].with_suffix(".gif").exists()
+    for change, told in (({"frames": 9}, "frames 5 there, 9 asked"), ({"fps": 4}, "fps 8 there, 4 asked")):
+        with pytest.raises(ValueError, match=f"is another video .*{told}"):
+            generate(PROMPTS, pipeline=folder, out=tmp_path, device="cpu", **change)
+
+
+def test_the_command_makes_other_sizes_and_lengths_and_a_sheet(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = [
+        "generate",
+        *PROMPTS,
+        "--pipeline",
+        str(folder),
+        "--device",
+        "cpu",
+        "--frames",
+        "1",
+        "--fps",
+        "12.5",
+    ]
+    assert main([*line, "--height", "48", "--width", "32", "--steps", "1", "--sheet", "sheet.png"]) == 0
+    assert capsys.readouterr().out == "2 drawn in outputs, contact sheet in sheet.png\n"
+    video = read_video(tmp_path / "outputs" / "0000_a-red-apple_0.mp4")
+    assert video.frames.shape == (1, 48, 32, 3) and video.fps == 12.5
+    assert Image.open("sheet.png").width == 2 * 168 + 8
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--frames", "80"], "frames=80 is not a multiple of 4 and one: use 77 or 81"),
+        (["--frames", "0"], "frames is 0: give a whole number"),
+        (["--fps", "-1"], "fps is -1.0: give the frames of a second"),
+        (["--fps", "60", "--gif"], "leave --gif out"),
+        (["--height", "540"], "height is 540: it must be a multiple of 16, for example --height 528 or 544"),
+        (["--width", "10"], "width is 10: it must be a multiple of 16, for example --width 16"),
+        (["--steps", "2000"], "the scheduler has 1000"),
+    ],
+)
+def test_mistakes_are_one_line_and_nothing_is_made(folder, tmp_path, monkeypatch, capsys, options, told):
+    monkeypatch.chdir(tmp_path)
+    assert main(["generate", "a", "--pipeline", str(folder), "--device", "cpu", *options]) == 2
+    errors = [text for text in capsys.readouterr().err.splitlines() if text.startswith("mhla:")]
+    assert len(errors) == 1 and told in errors[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_of_videos_are_refused_for_pictures(tmp_path, capsys):
+    assert main(["generate", "a", "--frames", "5", "--out", str(tmp_path / "out")]) == 2
+    assert "--frames is for videos, and this pipeline draws pictures" in capsys.readouterr().err
+
+
+def test_a_video_that_blows_up_does_not_lose_the_others(folder, tmp_path):
+    pipe = MHLAWanPipeline.from_pretrained(folder)
+    word = pipe.tokenizer("whale")["input_ids"][-1]
+    with torch.no_grad():
+        pipe.text_encoder.shared.weight[word] = float("nan")
+    pipe.save_pretrained(tmp_path / "toy")
+    report = generate(
+        ["a whale", "a red apple"],
+        pipeline=tmp_path / "toy",
+        out=tmp_path / "out",
+        device="cpu",
+        batch_size=2,
+    )
+    assert list(report.drawn) == [1] and "after step 1 of 2, and so are the embeddings" in report.failed[0]
+
+
+def test_stock_pipelines_make_videos_too_and_the_decoder_stays_exact(tmp_path):
+    tiny_wan_pipeline.stock_pipeline(stirred(model())).save_pretrained(tmp_path / "toy")
+    asked = {"steps": 1, "frames": 5, "height": 32, "width": 32, "device": "cpu"}
+    report = generate(["a"], pipeline=tmp_path / "toy", out=tmp_path / "out", **asked)
+    settings = read_video_settings(report.drawn[0])
+    assert (settings["pipeline_class"], settings["fps"], settings["guidance"]) == ("WanPipeline", 16, 5.0)
+    painter = VideoPainter(tmp_path / "toy", "", torch.device("cpu"), "bfloat16")
+    assert type(painter.pipe) is MHLAWanPipeline and painter.pipe.transformer.dtype == torch.bfloat16
+    assert painter.pipe.vae.dtype == torch.float32
