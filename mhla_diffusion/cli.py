@@ -8,6 +8,7 @@ import argparse
 import difflib
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -224,20 +225,25 @@ def add_convert(commands) -> None:
 def run_convert(args: argparse.Namespace) -> int:
     from mhla_diffusion.pipelines.conversion import convert_folder
 
-    done = convert_folder(
-        args.source,
-        args.out,
-        block_grid=args.block_grid,
-        layers=args.layers,
-        layout=args.layout,
-        config=args.config,
-        gate=args.gate,
-        local_conv=args.local_conv,
-        variant=args.variant,
-        weights=args.weights,
-        pipeline=args.pipeline,
-        dry_run=args.dry_run,
-    )
+    # A process that is told to stop would leave gigabytes of a half-written folder behind.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        done = convert_folder(
+            args.source,
+            args.out,
+            block_grid=args.block_grid,
+            layers=args.layers,
+            layout=args.layout,
+            config=args.config,
+            gate=args.gate,
+            local_conv=args.local_conv,
+            variant=args.variant,
+            weights=args.weights,
+            pipeline=args.pipeline,
+            dry_run=args.dry_run,
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
     for line in done.key_map() if args.dry_run else ():
         print(line)
     for line in done.report():

@@ -136,6 +136,10 @@ def read_dit(shapes: Shapes, given: Mapping, layers: int) -> dict:
     heads = given.get("num_attention_heads", DIT_HEADS.get(width))
     if heads is None:
         raise ValueError(head_message(width, DIT_HEADS, '{"num_attention_heads": ...}'))
+    if width % heads:
+        raise ValueError(
+            f"num_attention_heads={heads} does not divide the width {width}: give another number"
+        )
     return {
         "num_attention_heads": heads,
         "attention_head_dim": width // heads,

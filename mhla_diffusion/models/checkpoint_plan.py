@@ -227,19 +227,24 @@ def family_named(name) -> Family:
         if name in (family.stock.__name__, family.ours.__name__):
             return family
     known = ", ".join(kind.__name__ for family in FAMILIES for kind in (family.stock, family.ours))
-    raise ValueError(f"the model is a {name}; what can be converted: {known}")
+    what = f"the model is a {name}" if name else "its config.json names no class"
+    raise ValueError(f"{what}; what can be converted: {known}")
 
 
 def checked_arguments(arguments: Mapping, kind: type, place: str) -> dict:
-    """The same arguments. Raises ValueError on one that the class does not take."""
-    known = set(inspect.signature(kind.__init__).parameters) - {"self"}
-    for name in arguments:
+    """The same arguments. Raises ValueError on one that the class does not take, and on a size that is none."""
+    known = dict(inspect.signature(kind.__init__).parameters)
+    del known["self"]
+    for name, value in arguments.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = (
                 f", did you mean {near[0]}?" if near else ": remove it, or upgrade diffusers if it is newer"
             )
             raise ValueError(f"{place} has {name!r}, which {kind.__name__} does not know{hint}")
+        is_size = known[name].annotation is int and not name.startswith("mhla_")
+        if is_size and (type(value) is not int or value < 1):
+            raise ValueError(f"{place} has {name}={value!r}: give a positive integer")
     return dict(arguments)
 
 

@@ -109,7 +109,7 @@ class Move:
         """Our tensor from the original one; works on the meta device too. Never copies what it can view."""
         if self.parts > 1:
             rows = tensor.shape[0] if tensor.ndim else 0
-            if rows % self.parts:
+            if not rows or rows % self.parts:
                 raise ValueError(
                     f"{self.source} of shape {tuple(tensor.shape)} does not divide into {self.parts} equal "
                     f"parts for {self.target}"

@@ -118,10 +118,14 @@ def state_of(loaded, path: Path, name: str | None = None) -> tuple[dict[str, tor
             f"{path} has no weights under {name!r}: it has {', '.join(inside) or 'a bare state dict only'}"
         )
     state = loaded[name] if name else loaded
-    others = [str(key) for key, value in state.items() if not isinstance(value, torch.Tensor)]
+    others = [
+        str(key)
+        for key, value in state.items()
+        if not isinstance(value, torch.Tensor) or not isinstance(key, str)
+    ]
     if others or not state:
         raise ValueError(
-            f"{path} holds no state dict under {', '.join(STATE_NAMES)}, and its entries are no tensors "
+            f"{path} holds no state dict under {', '.join(STATE_NAMES)}, and its entries are no tensors by name "
             f"({', '.join(others[:5]) or 'there are none'}): give a checkpoint of weights"
         )
     return unwrapped(state), name

@@ -67,6 +67,12 @@ def open_tensors(path: Path, weights: str | None = None) -> TensorFile:
     """
     if path.suffix != ".safetensors":
         state, name = state_of(load_pickle(path), path, weights)
+        for key, tensor in state.items():
+            if tensor.layout != torch.strided or tensor.dtype not in DTYPE_NAMES:
+                kind = tensor.dtype if tensor.layout == torch.strided else tensor.layout
+                raise ValueError(
+                    f"{path} holds {key} as {kind}: give weights that are dense and not quantised"
+                )
         specs = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in state.items()}
         return TensorFile(path, specs, state.__getitem__, state.clear, name)
     if weights is not None:

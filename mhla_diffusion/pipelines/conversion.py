@@ -262,6 +262,9 @@ def write(source: Source, conversion: Conversion, given: Path) -> None:
             }
             (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         os.replace(part, out)
+    except shutil.Error as error:  # of several files, each with its path and reason
+        path, _, reason = error.args[0][0]
+        raise ValueError(f"cannot copy {path} ({reason}): copy or download the pipeline again") from None
     except OSError as error:
         reason = " ".join(str(error.strerror or error).split())
         raise ValueError(f"cannot write {out} ({reason}): give another folder") from None
@@ -272,11 +275,17 @@ def write(source: Source, conversion: Conversion, given: Path) -> None:
 def copy_components(pipeline: Path, part: Path, class_names: Mapping[str, str]) -> None:
     """The other components as they are, and an index that names our models for those that are converted."""
     root = str(pipeline)
-    shutil.copytree(
-        pipeline,
-        part,
-        ignore=lambda path, names: {*class_names, ".cache", ".git"} & set(names) if path == root else (),
-    )
+
+    def left_out(path: str, names: list[str]) -> set[str]:
+        for name in names:
+            link = Path(path, name)
+            if link.is_symlink() and link.is_dir() and Path(path).resolve().is_relative_to(link.resolve()):
+                raise ValueError(
+                    f"{link} leads to a folder that it is in, so the copy would have no end: remove it"
+                )
+        return {*class_names, ".cache", ".git"} & set(names) if path == root else set()
+
+    shutil.copytree(pipeline, part, ignore=left_out)
     index = read_json(pipeline / "model_index.json")
     index |= {name: ["mhla_diffusion", class_name] for name, class_name in class_names.items()}
     (part / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

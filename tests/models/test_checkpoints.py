@@ -194,6 +194,7 @@ def test_nothing_is_made_up_for_a_missing_key(tmp_path, name):
         ("dit", lambda s: s.update({"pos_embed": s["pos_embed"][:, :15]}), "form no square"),
         ("sana", lambda s: s.update({"pos_embed": s["pos_embed"] + 0.1}), "pos_embed differs from the positions"),
         ("dit", lambda s: s.update({"blocks.1.attn.qkv.bias": torch.zeros(47)}), "does not divide into 3"),
+        ("dit", lambda s: s.update({"blocks.1.attn.qkv.bias": torch.zeros(())}), "does not divide into 3"),
         ("dit", lambda s: s.update({"blocks.1.mlp.fc1.bias": torch.zeros(3)}), "the shape (3,)"),
         ("official", lambda s: s.update({"blocks.0.attn.q_norm.weight": torch.ones(16)}), "(qk_norm) are not"),
         ("official", lambda s: s.update({"blocks.0.dw_conv.weight": torch.ones(16, 1, 3, 3)}), "(dwconv)"),

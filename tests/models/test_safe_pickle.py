@@ -116,6 +116,7 @@ def test_the_weights_inside_are_found_by_name():
         ({}, None, "there are none"),
         ({"epoch": 3}, None, "entries are no tensors"),
         ({"model": {"a": 1.0}}, None, "entries are no tensors"),
+        ({"model": {**STATE, 3: torch.zeros(1)}}, None, "entries are no tensors by name .3."),
         ({"model": STATE}, "ema", "no weights under 'ema': it has model"),
     ],
 )

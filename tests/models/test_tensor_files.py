@@ -150,6 +150,16 @@ def test_quantised_files_are_refused(tmp_path):
         open_tensors(tmp_path / "a.safetensors")
 
 
+@pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.eye(2, dtype=torch.complex64)])
+def test_tensors_that_cannot_be_stored_are_refused_by_name(tmp_path, tensor):
+    torch.save({"a": torch.ones(1), "b.weight": tensor}, tmp_path / "a.pt")
+    with pytest.raises(
+        ValueError, match=r"holds b.weight as torch.\w+: give weights that are dense"
+    ) as caught:
+        open_tensors(tmp_path / "a.pt")
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("note", "line"),
     [

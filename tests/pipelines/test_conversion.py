@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -13,6 +15,7 @@ import tiny_sana
 import torch
 from diffusers import DiffusionPipeline, DiTPipeline
 
+from mhla_diffusion.cli import main
 from mhla_diffusion.loading import load_pipeline
 from mhla_diffusion.mixing import interpolate_mixing
 from mhla_diffusion.models.convert import convert, restore
@@ -261,6 +264,8 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path, stock):
         ({"mhla_layerz": [0]}, "'mhla_layerz', which SanaTransformer2DModel does not know"),
         ({"num_layer": 2}, "did you mean num_layers?"),
         ({"num_layers": 3}, "lacks"),
+        ({"num_layers": "2"}, "has num_layers='2': give a positive integer"),
+        ({"patch_size": 0}, "has patch_size=0: give a positive integer"),
         ({"num_layers": 1}, "has no place for: transformer_blocks.1"),
         ({"caption_channels": 17}, "the shape (16, 16)"),
         ({"quantization_config": {"load_in_8bit": True}}, "is quantised"),
@@ -288,6 +293,34 @@ def test_damaged_weights_are_refused_by_name(tmp_path, stock):
     shutil.rmtree(stock)
     (tmp_path / "a.pt").touch()
     assert "is empty (0 bytes)" in refused(tmp_path / "a.pt", out)
+
+
+def test_a_command_that_is_told_to_stop_leaves_nothing_behind(tmp_path, stock, monkeypatch):
+    def stopped(folder, *_):
+        (folder / "half.safetensors").touch()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(conversion, "write_shards", stopped)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        main(["convert", str(stock), str(tmp_path / "out")])
+    assert caught.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert [path.name for path in tmp_path.iterdir()] == ["stock"]
+
+
+def test_links_without_a_target_or_an_end_are_named(tmp_path):
+    tiny_dit.stock_pipeline().save_pretrained(tmp_path / "stock")
+    link = tmp_path / "stock" / "vae" / "up"
+    link.symlink_to("..")
+    assert "up leads to a folder that it is in" in refused(tmp_path / "stock", tmp_path / "out")
+    link.unlink()
+    link.symlink_to("nowhere")
+    message = refused(tmp_path / "stock", tmp_path / "out")
+    assert message.startswith(f"cannot copy {link} (") and "No such file" in message
+    link.unlink()
+    link.symlink_to(tmp_path / "stock" / "scheduler")
+    convert_folder(tmp_path / "stock", tmp_path / "out")
+    assert (tmp_path / "out" / "vae" / "up" / "scheduler_config.json").is_file()
 
 
 def test_big_files_are_written_in_shards(tmp_path, monkeypatch):
