@@ -241,6 +241,19 @@ def test_any_grid_equals_the_reference_and_an_item_its_single_run(grid, blocks, 
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("options", [EVERYTHING, {"mhla_normalizer": "paper", "mhla_gate": True}])
+def test_the_fused_kernels_compute_the_same(options):
+    """In the interpreter where there is no GPU: norms of queries and keys, rotation, output norm, gate, convolution."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    ours = stirred(model(num_layers=1, **options)).to(device)
+    inputs = {name: x.to(device) for name, x in transformer_inputs(batch=1, size=(3, 8, 10)).items()}
+    ours.set_mhla_backend("reference")
+    expected = run(ours, **inputs)
+    ours.set_mhla_backend("triton")
+    assert relative(run(ours, **inputs), expected) < 1e-5
+
+
+@torch.no_grad()
 @SHRUNK
 def test_sizes_that_wan_users_type_run_on_one_set_of_weights():
     """480x832 and 480x800 of 81 frames, portrait, 720x1280, one frame, 17, 33 and 121 frames, patches included."""

@@ -150,6 +150,16 @@ def test_released_weights_give_that_codes_output(tmp_path, kind):
     assert run(ours, **tiny_wan.transformer_inputs(size=(4, 14, 22))).isfinite().all()
 
 
+@torch.no_grad()
+def test_the_released_denominator_can_be_asked_for(tmp_path):
+    state = released_state(stock_wan(), "mhla_uni gated")
+    ours = converted(state, tmp_path, config=HEADS | {"mhla_normalizer": "official"})
+    x = torch.randn(1, EVEN[0] * EVEN[1] * EVEN[2], 24, generator=torch.Generator().manual_seed(3))
+    positions = ours.rope(torch.empty(1, 4, 3, 20, 40))
+    theirs = released_attention(state, "blocks.0.self_attn", x, EVEN, normalised=True)
+    assert relative(ours.blocks[0].attn1(x, None, None, positions).double(), theirs) < 1e-5
+
+
 def test_released_hybrid_weights_keep_their_softmax_layers(tmp_path):
     stock = stock_wan(num_layers=3)
     ours = converted(released_state(stock, "mhla_uni", layers=[1, 2]), tmp_path)

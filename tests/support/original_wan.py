@@ -96,9 +96,17 @@ def released_state(
 
 
 def released_attention(
-    state: dict, name: str, x: torch.Tensor, grid: tuple[int, int, int], layout=GRID
+    state: dict,
+    name: str,
+    x: torch.Tensor,
+    grid: tuple[int, int, int],
+    layout=GRID,
+    normalised: bool = False,
 ) -> torch.Tensor:
-    """What the released code computes in one self-attention: equal blocks only, the rotation by complex numbers."""
+    """What the released code computes in one self-attention: equal blocks only, the rotation by complex numbers.
+
+    normalised: with its denominator, which its Wan settings switch off.
+    """
     own = {
         key.removeprefix(f"{name}."): value.double()
         for key, value in state.items()
@@ -137,10 +145,15 @@ def released_attention(
         for n in "qk"
     )
     v = F.linear(x, own["v.weight"], own["v.bias"])
-    q, k = (turned(y.unflatten(-1, (heads, -1))) for y in (q, k))
-    summaries = split(k).mT @ split(v.unflatten(-1, (heads, -1)))
-    mixed = torch.einsum("ij,bhjde->bhide", own["block_attn.conv.weight"][:, :, 0, 0], summaries)
-    out = split(q) @ mixed
+    q, k = (y.unflatten(-1, (heads, -1)) for y in (q, k))
+    mixing = own["block_attn.conv.weight"][:, :, 0, 0]
+    summaries = split(turned(k)).mT @ split(v.unflatten(-1, (heads, -1)))
+    out = split(turned(q)) @ torch.einsum("ij,bhjde->bhide", mixing, summaries)
+    if (
+        normalised
+    ):  # the query of block j at the same place s, in place of the one that is answered; not turned
+        masses = split(k).sum(dim=3)
+        out = out / (torch.einsum("ij,bhjsd,bhjd->bhis", mixing, split(q), masses) + 1e-6)[..., None]
     sizes = [g // m for g, m in zip(grid, layout, strict=True)]
     out = (
         out.unflatten(3, sizes)
