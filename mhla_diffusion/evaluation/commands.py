@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .image_protocols import METRICS, PROTOCOLS
+from .vbench.commands import add_vbench
 
 
 def add_eval(commands, add_command: Callable, parser_class: type) -> None:
@@ -18,6 +19,7 @@ def add_eval(commands, add_command: Callable, parser_class: type) -> None:
     add_run(parts, add_command)
     add_stats(parts, add_command)
     add_list(parts, add_command)
+    add_vbench(parts, add_command, parser_class)
 
 
 def pair(text: str) -> tuple[str, str]:

@@ -24,6 +24,7 @@ class Role(NamedTuple):
     package: tuple[str, str] | None = None  # distribution, and the end of the file's path in it
     sha256: str | None = None  # of the package's file
     advice: str = ""
+    what: str = "weights"
 
 
 ROLES = {
@@ -61,6 +62,13 @@ ROLES = {
         ("config.json",),
         advice="give a folder in transformers' layout, for example a copy of openai/clip-vit-large-patch14-336, with "
         "--weights clip-image=path/to/clip-vit-large-patch14-336",
+    ),
+    "vbench-prompts": Role(
+        ("VBench_full_info.json",),
+        ("vbench", "VBench_full_info.json"),
+        "5dd2de80ee43cda750b2b72ea7023657c0b90d3702041c7e4608c65dbe50dccd",
+        "give VBench_full_info.json with --prompts: in vbench's wheel (pip download --no-deps vbench==0.1.5)",
+        "prompt list",
     ),
 }  # fmt: skip
 
@@ -101,7 +109,7 @@ def find_weights(name: str, given: str | os.PathLike | None = None) -> Found:
     if given is not None:
         path = Path(given).expanduser()
         if not path.exists():
-            raise MissingWeights(f"no weights {name!r} at {path}, which was given: {role.advice}")
+            raise MissingWeights(f"no {role.what} {name!r} at {path}, which was given: {role.advice}")
         return Found(path, "path")
     searched = []
     for root in filter(None, os.environ.get(WEIGHTS_VARIABLE, "").split(os.pathsep)):
@@ -116,7 +124,9 @@ def find_weights(name: str, given: str | os.PathLike | None = None) -> Found:
         return Found(path, f"package {role.package[0]}")
     if role.package:
         searched.append(f"package {role.package[0]} (not installed)")
-    raise MissingWeights(f"no weights {name!r}; searched {', '.join(searched)}. To have them: {role.advice}")
+    raise MissingWeights(
+        f"no {role.what} {name!r}; searched {', '.join(searched)}. To have them: {role.advice}"
+    )
 
 
 def sha256_of(path: Path) -> str:

@@ -1,0 +1,146 @@
+"""`mhla eval vbench`: what is typed, checked and handed to the library."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from .dimensions import DIMENSIONS
+
+
+def add_vbench(parts, add_command: Callable, parser_class: type) -> None:
+    summary = "VBench: which videos it wants, whether they are there, and its totals."
+    parser = parts.add_parser("vbench", help=summary, description=summary)
+    steps = parser.add_subparsers(title="steps", metavar="STEP", required=True, parser_class=parser_class)
+
+    parser = add_command(
+        steps,
+        "plan",
+        run_plan,
+        "Write the list of videos: file name, prompt and seed of each.",
+        "In all 6,220 videos: 5 of each of 944 prompts, 25 for temporal flickering, of which a filter keeps 5.",
+    )
+    add = parser.add_argument
+    add("out", metavar="PLAN.json", help="file to write")
+    add("--prompts", metavar="FILE", help="VBench_full_info.json (default: where `vbench-prompts` is found)")
+    add("--rewritten", metavar="FILE", help="longer prompts to draw from, one a line in the list's order")
+    add("--dimensions", nargs="+", choices=DIMENSIONS, default=[], metavar="NAME", help="only these")
+    add("--samples", type=int, default=5, help="videos per prompt (default: %(default)s)")
+    add("--flicker-samples", type=int, default=25, help="for temporal flickering (default: %(default)s)")
+    add(
+        "--seed",
+        type=int,
+        default=0,
+        help="of sample 0 of every prompt; sample i adds i (default: %(default)s)",
+    )
+    add("--extension", default=".mp4", help="default: %(default)s")
+
+    parser = add_command(
+        steps,
+        "check",
+        run_check,
+        "Look for missing, doubled, unreadable and unlike videos.",
+        "Exit status 2 unless the set is whole.",
+    )
+    add = parser.add_argument
+    add("videos", metavar="FOLDER", help="where the videos are")
+    add("--plan", required=True, metavar="PLAN.json", help="what `plan` wrote")
+    add("--fps", type=float, help="frames per second of every video (default: as most of them)")
+    add("--size", type=int, nargs=2, metavar=("WIDTH", "HEIGHT"), help="default: as most of them")
+    add("--frames", type=int, help="default: as most of them")
+    add("--whole", action="store_true", help="decode every frame, not the first only")
+    add("--out", metavar="FILE", help="also write the whole report as JSON")
+
+    parser = add_command(
+        steps,
+        "aggregate",
+        run_aggregate,
+        "Quality, Semantic and Total of result files, exactly as published.",
+        "Takes VBench's *_eval_results.json, folders or zips of them, and {dimension: score}.",
+    )
+    add = parser.add_argument
+    add("results", nargs="+", metavar="RESULT", help="files, folders or zips")
+    add("--missing", choices=("refuse", "zero"), default="refuse",
+        help="zero counts a missing dimension as raw 0, as the official script does (default: no total)")  # fmt: skip
+    add("--out", metavar="FILE", help="also write the result as JSON")
+
+
+def written(value: dict, out: str | None) -> None:
+    if out:
+        from ...pipelines.pictures import write_atomically
+
+        path = Path(out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+        write_atomically(path, lambda file: file.write(text.encode()))
+        print(f"{out} written")
+
+
+def warn(notes: list[str]) -> None:
+    for note in notes:
+        print(f"mhla: {note}", file=sys.stderr)
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    from .plan import plan, read_records, read_rewritten
+
+    records, about = read_records(args.prompts)
+    rewritten = read_rewritten(args.rewritten, len(records)) if args.rewritten else None
+    found = plan(
+        records,
+        about,
+        dimensions=args.dimensions,
+        samples=args.samples,
+        flicker_samples=args.flicker_samples,
+        seed=args.seed,
+        extension=args.extension,
+        rewritten=rewritten,
+    )
+    if args.rewritten:
+        from ..networks.weight_files import sha256_of
+
+        found["settings"]["rewritten"] = {"path": args.rewritten, "sha256": sha256_of(Path(args.rewritten))}
+    prompts = len({row["file"].rpartition("-")[0] for row in found["videos"]})
+    print(f"{len(found['videos'])} videos of {prompts} prompts")
+    warn(found["warnings"])
+    written(found, args.out)
+    return 0
+
+
+def run_check(args: argparse.Namespace) -> int:
+    from .check import check_videos, faults
+    from .plan import read_plan
+
+    report = check_videos(
+        Path(args.videos),
+        read_plan(args.plan),
+        fps=args.fps,
+        size=tuple(args.size) if args.size else None,
+        frames=args.frames,
+        whole=args.whole,
+    )
+    written(report, args.out)
+    warn(
+        report["warnings"]
+        + [f"{len(report['unexpected'])} other videos are there"] * bool(report["unexpected"])
+    )
+    if found := faults(report):
+        raise ValueError("; ".join(found))
+    print(f"{report['expected']} of {report['expected']} videos are there and alike")
+    return 0
+
+
+def run_aggregate(args: argparse.Namespace) -> int:
+    from .aggregate import aggregate, read_results
+
+    found = aggregate(read_results(args.results), missing=args.missing)
+    for name, row in found["values"].items():
+        print(f"{name:24} {row['value']:8.4f}  normalised {row['normalised']:8.4f}")
+    for name in ("quality", "semantic", "total"):
+        print(f"{name:24} " + ("   none" if found[name] is None else f"{100 * found[name]:8.2f}"))
+    warn(found["warnings"])
+    written(found, args.out)
+    return 0
