@@ -10,7 +10,7 @@ from diffusers import DiffusionPipeline, DiTPipeline, SanaPipeline
 from PIL import Image
 
 from mhla_diffusion.loading import load_pipeline, no_library_bars
-from mhla_diffusion.pipelines.dit import MHLADiTPipeline
+from mhla_diffusion.pipelines.dit import MHLADiTPipeline, label_names
 from mhla_diffusion.pipelines.pictures import save_picture
 from mhla_diffusion.pipelines.requests import Request, check_size
 from mhla_diffusion.pipelines.sana import BINNED_SAMPLE_SIZES, FiniteWatch, MHLASanaPipeline
@@ -50,8 +50,8 @@ class Painter:
         pipe = load_pipeline(self.folder, dtype=DTYPES[self.dtype])
         if isinstance(pipe, DiTPipeline) and not isinstance(pipe, MHLADiTPipeline):
             self.pipeline_class = type(pipe).__name__
-            # Stock's has no sizes, steps of its own or label checks. Diffusers would make float32 of it.
-            pipe = MHLADiTPipeline.from_pipe(pipe, torch_dtype=DTYPES[self.dtype])
+            # Stock's has no sizes, steps of its own or label checks. `from_pipe` would cast what has its dtype already.
+            pipe = MHLADiTPipeline(**pipe.components, id2label=label_names(pipe))
         return pipe
 
     def call_defaults(self) -> dict[str, Any]:
