@@ -10,6 +10,7 @@ from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
 from transformers import AutoTokenizer, UMT5EncoderModel
 
+from ..models.adapters import AdapterMixin
 from ..models.wan import AXES, MHLAWanTransformer3DModel
 from .checks import (
     OUTPUT_TYPES,
@@ -250,6 +251,34 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
         return tuple(
             None if x is None else x.repeat_interleave(num_videos_per_prompt, dim=0) for x in encoded
         )
+
+    def load_lora_weights(
+        self,
+        pretrained_model_name_or_path_or_dict,
+        adapter_name: str | None = None,
+        hotswap: bool = False,
+        load_into_transformer_2: bool = False,
+        **where,
+    ) -> None:
+        """As in Diffusers; a mixing and the like may come with the LoRA, see `load_adapter`.
+
+        Args (besides those of Diffusers):
+            load_into_transformer_2: into Wan 2.2's expert for the low noise. Raises ValueError when there is none.
+        """
+        source = pretrained_model_name_or_path_or_dict
+        if load_into_transformer_2 and self.transformer_2 is None:
+            raise ValueError("this pipeline has no transformer_2: leave load_into_transformer_2 out")
+        if load_into_transformer_2 and isinstance(self.transformer_2, AdapterMixin):
+            self.transformer_2.load_lora_adapter(
+                source, adapter_name=adapter_name, hotswap=hotswap, _pipeline=self, **where
+            )
+            return
+        if load_into_transformer_2:
+            WanPipeline.load_lora_weights(
+                self, source, adapter_name, hotswap, load_into_transformer_2=True, **where
+            )
+            return
+        super().load_lora_weights(source, adapter_name=adapter_name, hotswap=hotswap, **where)
 
     def check_inputs(
         self,
