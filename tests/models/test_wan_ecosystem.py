@@ -286,6 +286,39 @@ def test_no_float64_tensor_is_made_for_positions_where_a_device_has_none(monkeyp
         assert rope(torch.zeros(1, 4, 5, 8, 12)).grid == (5, 4, 6)
 
 
+@torch.no_grad()
+def test_a_backend_for_the_softmax_layers_leaves_mhla_alone():
+    ours = stirred(model(**HYBRID))
+    expected = run(ours)
+    ours.set_attention_backend("native")
+    assert relative(run(ours), expected) < 1e-6
+    assert ours.blocks[0].attn1.processor._attention_backend == "native"
+    with pytest.raises(ValueError, match="mhla convert .* --block-grid 3,5,10"):
+        MHLAWanTransformer3DModel.from_single_file("wan.safetensors")
+
+
+@pytest.mark.parametrize("options", [HYBRID, {"mhla_layers": [0], "mhla_other_layers": "softmax"}])
+def test_training_under_autocast_reaches_every_weight(options):
+    ours = stirred(model(**options)).train()
+    with torch.no_grad():
+        expected = run(ours)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = run(ours)
+    assert relative(out.float(), expected) < 3e-2
+    out.float().square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in ours.parameters())
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_model_on_the_gpu_converts_there():
+    converted = stirred(convert(stock_transformer().to("cuda"), (2, 2, 3), layers="1/2", gate=True))
+    inputs = {name: x.to("cuda") for name, x in transformer_inputs().items()}
+    out = run(converted, **inputs)
+    converted.set_mhla_backend("reference")
+    assert relative(out, run(converted, **inputs)) < 1e-5
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 @pytest.mark.parametrize("regional", [False, True])

@@ -6,6 +6,7 @@ import pytest
 import tiny_wan
 import torch
 from original_wan import HEADS, RELEASED, released_attention, released_state, stock_wan, wan_state
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_wan import relative
 
@@ -84,6 +85,16 @@ def test_an_original_wan_file_computes_what_the_stock_class_does(tmp_path, kind)
     assert ours.config.rope_max_seq_len == 1024
     assert relative(run(ours, **inputs), run(stock, **inputs)) < 1e-6
     assert all(torch.equal(x, stock.state_dict()[key]) for key, x in restore(ours).state_dict().items())
+
+
+def test_a_file_as_other_programs_pack_it_is_read_as_well(tmp_path):
+    """All keys behind one prefix, and weights in half precision, which they keep."""
+    state = {f"model.diffusion_model.{key}": x.bfloat16() for key, x in wan_state(stock_wan()).items()}
+    ours = converted(state, tmp_path, layers="1/2", gate=True)
+    assert ours.blocks[1].attn1.to_gate.weight.dtype == torch.float32  # from_pretrained without a dtype
+    with safe_open(tmp_path / "out" / "diffusion_pytorch_model.safetensors", "pt") as file:
+        kinds = {key: file.get_slice(key).get_dtype() for key in file.keys()}
+    assert {key for key, kind in kinds.items() if kind != "BF16"} == {"blocks.1.attn1.mixing.weight"}
 
 
 @pytest.mark.parametrize("sharded", [False, True])
