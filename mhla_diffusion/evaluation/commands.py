@@ -58,6 +58,7 @@ def add_run(parts, add_command: Callable) -> None:
     add("--samples-split", metavar="NAME", help="of a .tar")
     add("--reference-split", metavar="NAME", help="of a .tar, for example train")
     add("--metrics", nargs="+", choices=METRICS, help="only these")
+    add("--skip-missing", action="store_true", help="leave out metrics whose weights are missing")
     add("--floor", action="store_true", help="also compare one half of the reference with the other")
     add("--seed", type=int, default=0, help="of KID's subsets (default: %(default)s)")
     add("--out", default="outputs/eval.json", metavar="FILE", help="JSON (default: %(default)s)")
@@ -116,12 +117,14 @@ def run_protocol(args: argparse.Namespace) -> int:
             workers=args.workers,
             seed=args.seed,
             floor=args.floor,
+            skip_missing=args.skip_missing,
             progress=bar.update,
         )
     write_result(result, Path(args.out))
     for line in as_lines(result):
         print(line)
-    for note in result["warnings"]:
+    skipped = [f"{metric} is left out: {why}" for metric, why in result["skipped"].items()]
+    for note in result["warnings"] + skipped:
         print(f"mhla: {note}", file=sys.stderr)
     print(f"{args.out} written")
     return 0

@@ -32,7 +32,7 @@ class ImageProtocol:
     def roles(self) -> tuple[str, ...]:
         """The weights it needs."""
         if self.features == "inception":
-            return ("inception-classifier",) if "inception_score" in self.metrics else ("inception",)
+            return ("inception", "inception-classifier")[: 1 + ("inception_score" in self.metrics)]
         return {"efficientnet": ("efficientnet-lite0",), "random": ()}.get(self.features, (self.features,))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..pipelines.pictures import write_atomically
 from ..provenance import DISTRIBUTIONS, versions
-from .faults import InsufficientSamples, ReferenceMismatch
+from .faults import InsufficientSamples, MissingWeights, ReferenceMismatch
 from .image_protocols import METRICS, ImageProtocol
 from .metrics.frechet import unclamped_distance
 from .metrics.inception_score import inception_score
@@ -22,6 +22,7 @@ from .metrics.moments import Moments, empty_state, merge_two, moments_of_state, 
 from .metrics.neighbours import precision_recall
 from .networks import extractors
 from .networks.extractors import Extractor
+from .networks.weight_files import find_weights
 from .picture_sets import PictureSet, compare_sets
 from .reference_statistics import Statistics, check_reference
 
@@ -47,13 +48,39 @@ def build_extractor(
     if protocol.features == "inception":
         wanted = {METRICS[metric][0] for metric in (metrics or protocol.metrics)}
         taps = tuple(tap for tap in ("spatial", "pool", "logits") if tap in wanted)
-        path = next(iter(weights.values()), None)
+        role = "inception-classifier" if "logits" in taps else "inception"
+        path = weights.get(role) or weights.get(
+            "inception-classifier"
+        )  # whose file has all that the other has
         return extractors.inception(taps, protocol=protocol.resize, weights=path, device=device)
     if protocol.features == "efficientnet":
         return extractors.efficientnet(device=device)
     if protocol.features == "random":
         return extractors.random_network(device=device)
     return extractors.transformers_vision(protocol.features, weights.get(protocol.features), device=device)
+
+
+def with_weights(
+    protocol: ImageProtocol, metrics: tuple[str, ...], weights: Mapping[str, str], skip_missing: bool
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The metrics whose weights are there, and why the others are not computed.
+
+    Raises MissingWeights, unless `skip_missing` and one remains.
+    """
+    others = tuple(metric for metric in metrics if metric != "inception_score")
+    if "inception_score" not in metrics or not others:
+        return metrics, {}
+    role = "inception-classifier"  # the only metric with weights that the others of its protocol do not need
+    try:
+        find_weights(role, weights.get(role))
+    except MissingWeights as error:
+        if not skip_missing:
+            raise MissingWeights(
+                f"inception_score: {error}. The other {len(others)} metrics of {protocol.name} can run: "
+                "add --skip-missing"
+            ) from None
+        return others, {"inception_score": str(error)}
+    return metrics, {}
 
 
 class Gathered:
@@ -148,6 +175,7 @@ def score(
     workers: int = 0,
     seed: int = 0,
     floor: bool = False,
+    skip_missing: bool = False,
     progress: Callable[[int], object] = lambda count: None,
 ) -> dict:
     """Result of a comparison, ready for JSON.
@@ -157,6 +185,7 @@ def score(
         metrics: some of the protocol's (default: all that the reference allows).
         weights: role -> path. extractor: a network in hand, in place of the protocol's.
         seed: of KID's subsets.
+        skip_missing: leave out the metrics whose weights are missing, if others remain; "skipped" lists them.
         floor: also compare the reference's even with its odd pictures, what a perfect sampler would get.
 
     Raises:
@@ -170,7 +199,10 @@ def score(
             f"a floor needs the reference's pictures, {reference.path} holds statistics only"
         )
     notes = compare_sets(samples, pictures) if pictures is not None else []
-    extractor = extractor or build_extractor(protocol, weights or {}, device, chosen)
+    skipped: dict[str, str] = {}
+    if extractor is None:
+        chosen, skipped = with_weights(protocol, chosen, weights or {}, skip_missing)
+        extractor = build_extractor(protocol, weights or {}, device, chosen)
     moments, kept = needs(chosen)
     if statistics:
         notes += check_reference(
@@ -191,6 +223,7 @@ def score(
         "schema_version": SCHEMA,
         "protocol": protocol.name,
         "values": values,
+        "skipped": skipped,
         "warnings": notes,
         "features": extractor.about,
         "inputs": {"samples": samples.about(), "reference": about_reference(statistics, pictures)},
@@ -241,8 +274,9 @@ def values_of(
             value = unclamped_distance(real, fake)
             put(metric, value.clamp(min=0), unclamped=float(value), reference_n=real.count)
         elif metric == "kid":
-            size = min(KID_SUBSET, ours.count, theirs.count)
-            if size < KID_SUBSET:
+            size, fewest = KID_SUBSET, min(ours.count, theirs.count)
+            if fewest < KID_SUBSET:  # half of them: subsets of all would be one and the same
+                size = max(2, fewest // 2)
                 notes.append(f"kid: subsets of {size} pictures, for want of {KID_SUBSET}")
             draw = torch.Generator().manual_seed(seed)
             found = kernel_distance(

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageFilter
+from safetensors.torch import save_file
 
 from mhla_diffusion.cli import main
 from mhla_diffusion.evaluation.image_protocols import PROTOCOLS
 from mhla_diffusion.evaluation.image_scores import score
 from mhla_diffusion.evaluation.networks.extractors import efficientnet, random_network
+from mhla_diffusion.evaluation.networks.inception import FIDInception
 from mhla_diffusion.evaluation.picture_sets import open_pictures
 
 
@@ -170,6 +172,46 @@ def test_the_list_says_what_can_run(capsys):
     out = capsys.readouterr().out
     assert all(name in out for name in PROTOCOLS) and "ready: inception from" in out
     assert "not ready: no weights 'dinov2'" in out
+
+
+def test_what_is_missing_can_be_left_out(folders, capsys):
+    torch.manual_seed(0)
+    network = FIDInception(classifier=True).state_dict()
+    save_file(network, folders / "whole.safetensors")
+    save_file(
+        {name: value for name, value in network.items() if "fc" not in name}, folders / "part.safetensors"
+    )
+    base = [
+        "eval",
+        "run",
+        "fid_adm_full",
+        "--samples",
+        str(folders / "samples"),
+        "--reference",
+        str(folders / "real"),
+    ]
+    base += [
+        "--out",
+        str(folders / "a.json"),
+        "--metrics",
+        "fd",
+        "inception_score",
+        "--limit",
+        "2",
+        "--weights",
+    ]
+    part = [*base, f"inception={folders / 'part.safetensors'}"]
+    assert main(part) == 3
+    assert "The other 1 metrics of fid_adm_full can run: add --skip-missing" in capsys.readouterr().err
+    assert main([*part, "--skip-missing"]) == 0
+    out, err = capsys.readouterr()
+    assert "FID " in out and "inception_score is left out: no weights" in err
+    result = json.loads((folders / "a.json").read_text())
+    assert result["values"].keys() == {"fd"} and "searched" in result["skipped"]["inception_score"]
+    assert main([*base, f"inception-classifier={folders / 'whole.safetensors'}"]) == 0
+    whole = json.loads((folders / "a.json").read_text())
+    assert whole["values"]["inception_score"]["value"] >= 1 and whole["skipped"] == {}
+    assert whole["values"]["fd"]["value"] == pytest.approx(result["values"]["fd"]["value"], rel=1e-5)
 
 
 def test_distances_grow_with_noise_and_with_blur():
