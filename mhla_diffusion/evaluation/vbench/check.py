@@ -3,36 +3,56 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 VIDEO_SUFFIXES = {".mp4", ".gif", ".mkv", ".webm", ".avi", ".mov"}
 LONG_SECONDS = 5.0  # from here on VBench-Long is meant, whose scores are others
 
 
-def measure(path: Path, whole: bool) -> dict | str:
-    """Frames, size and rate of a video, or what is wrong with it. `whole` decodes every frame, otherwise the first."""
+def pyav():
+    """The module that reads videos. Raises ValueError, saying what to type, where it is not installed."""
     try:
         import av
     except ImportError:
         raise ValueError("reading videos needs PyAV: pip install 'mhla_diffusion[video]'") from None
+    return av
+
+
+def decoded(path: Path) -> Iterator[np.ndarray]:
+    """Frames of a video, uint8 `(H, W, 3)`, one at a time. Raises ValueError when it cannot be read."""
+    av = pyav()
+    try:
+        with av.open(str(path)) as container:
+            for frame in container.decode(video=0):
+                yield frame.to_ndarray(format="rgb24")
+    except (OSError, IndexError, av.FFmpegError) as error:
+        raise ValueError(f"cannot be read ({' '.join(str(error).split())})") from None
+
+
+def measure(path: Path, whole: bool) -> dict | str:
+    """Frames, size and rate of a video, or what is wrong with it. `whole` decodes every frame, otherwise the first."""
+    av = pyav()
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
                 return "has no video in it"
             stream = container.streams.video[0]
-            decoded = 0
+            count = 0
             for frame in container.decode(stream):
-                decoded += 1
+                count += 1
                 size = (frame.width, frame.height)
                 if not whole:
                     break
-            if not decoded:
+            if not count:
                 return "has no frames"
-            if whole and stream.frames and decoded < stream.frames:
-                return f"is cut short: {decoded} of {stream.frames} frames"
+            if whole and stream.frames and count < stream.frames:
+                return f"is cut short: {count} of {stream.frames} frames"
             rate = stream.average_rate
             return {
-                "frames": decoded if whole else stream.frames or None,
+                "frames": count if whole else stream.frames or None,
                 "width": size[0],
                 "height": size[1],
                 "fps": None if rate is None else float(rate),

@@ -56,6 +56,17 @@ def add_vbench(parts, add_command: Callable, parser_class: type) -> None:
 
     parser = add_command(
         steps,
+        "flicker",
+        run_flicker,
+        "Score temporal flickering, the one dimension that needs no weights.",
+        "Of every video in the folder, in VBench's format. The published protocol takes still videos only.",
+    )
+    add = parser.add_argument
+    add("videos", metavar="FOLDER", help="where the videos are")
+    add("--out", metavar="FILE", help="also write the result, for `aggregate`")
+
+    parser = add_command(
+        steps,
         "aggregate",
         run_aggregate,
         "Quality, Semantic and Total of result files, exactly as published.",
@@ -130,6 +141,20 @@ def run_check(args: argparse.Namespace) -> int:
     if found := faults(report):
         raise ValueError("; ".join(found))
     print(f"{report['expected']} of {report['expected']} videos are there and alike")
+    return 0
+
+
+def run_flicker(args: argparse.Namespace) -> int:
+    from .check import VIDEO_SUFFIXES
+    from .flicker import flickering_of_videos
+
+    folder = Path(args.videos)
+    if not folder.is_dir():
+        raise ValueError(f"there is no folder {folder}: give the one with the videos")
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in VIDEO_SUFFIXES)
+    found = flickering_of_videos(paths)
+    print(f"temporal_flickering {found[0]:.6f}  ({len(paths)} videos)")
+    written({"temporal_flickering": found}, args.out)
     return 0
 
 
