@@ -76,6 +76,12 @@ def candidates(kernel: str, dim: int) -> Iterator:
             values == 128
         ):  # twice the warps with as many programs: only a limit on their registers allows both
             yield from (Config(tokens, values, 8, depth, 128) for tokens in (32, 64) for depth in (2, 3))
+        if values == 128 and kernel == "summarise":
+            yield from (Config(32, values, 8, depth, None, 2) for depth in (2, 3, 4))
+            yield from (Config(64, values, 8, 2, None, 2), Config(32, values, 16, 3, None, 2))
+        if values == 128 and kernel == "read_out":
+            yield from (Config(64, values, warps, depth, None, 2) for warps in (4, 8) for depth in (1, 2))
+            yield from (Config(128, values, 8, 1, None, 2), Config(32, values, 4, 2, None, 2))
         if kernel == "read_out" and values > 32:
             yield from (Config(64, values // 2, 4, depth) for depth in (2, 3))
 
@@ -217,7 +223,7 @@ def with_fewer_registers(rows: list[dict]) -> list:
     best = [row["config"] for row in rows if "ms" in row and row["config"] != "table"][:2]
     if kind is MixConfig:
         return []
-    return [kind(*config)._replace(maxnreg=most) for config in best for most in REGISTERS[config[2]]]
+    return [kind(*config)._replace(maxnreg=most) for config in best for most in REGISTERS.get(config[2], ())]
 
 
 def finished(jobs: list, case: Case, kernel: str, result: dict, end: float) -> list:

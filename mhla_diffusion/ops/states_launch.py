@@ -8,17 +8,17 @@ from triton.runtime.errors import OutOfResources
 from . import fallback, triton_launch
 from .derived import interleaved_angles
 from .eager import epilogue, normalise
+from .mixing_launch import mix, mix_gradient
 from .partition import Partition
 from .rotation import angle_tables
 from .states_backward import pull_back_kernel
 from .states_forward import read_out_kernel, rstd_kernel, summarise_kernel
-from .states_mixing import mix_gradient_kernel, mix_kernel, mix_stream_kernel, spread_kernel
-from .triton_configs import Config, MixConfig, Warps, chunk_count, head_group, head_parts, mix_configs
+from .states_pairs import read_out_pair_kernel, summarise_pair_kernel
+from .triton_configs import Config, Warps, chunk_count, head_group, head_parts
 from .triton_launch import (
     DOT,
     ceil_div,
     new_rows,
-    power_of_two,
     start_first_fitting,
     states_configs,
     strides_of,
@@ -26,9 +26,6 @@ from .triton_launch import (
 )
 
 __all__ = ["Epilogue", "key_gradients", "mix", "mix_gradient", "query_gradients", "read_out", "summarise"]
-
-MIX_PROGRAMS = 264  # of the streaming kernel: two for each multiprocessor of an H200
-_MIX_DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "split"}
 
 
 def _channels(dim: int, value_dim: int, config: Config) -> tuple[Config, dict[str, int]]:
@@ -51,7 +48,7 @@ class _Blocks:
         batch, _, heads, _ = x.shape
         self.table = x if part.layout is not None else part.table  # never read where there is a layout
         chunks = chunk_count(batch * heads * part.num_blocks, part.block_size)
-        self.rows = part.num_blocks * chunks
+        self.rows, self.heads = part.num_blocks * chunks, heads
         self.programs = batch * heads * self.rows
         self.numbers = (
             part.num_tokens, part.num_blocks, part.block_size, chunks, ceil_div(part.block_size, chunks),
@@ -64,6 +61,10 @@ class _Blocks:
         }
         self.key = tuple(self.constants.values())
 
+    def pairs(self, dim: int, value_dim: int, config: Config, parts: dict) -> bool:
+        """Whether a program can take two heads."""
+        return self.heads % 2 == 0 and dim == parts["BD"] and value_dim == config.BV and not parts["TV"]
+
     def fit(self, dim: int, value_dim: int, config: Config, spare: bool = False) -> tuple[Config, dict]:
         """The configuration and the constants of a launch over these blocks.
 
@@ -72,6 +73,8 @@ class _Blocks:
         config, parts = _channels(dim, value_dim, config)
         if spare and config.BV == value_dim <= 64:
             parts["TV"] = 16
+        if config.heads == 2 and not self.pairs(dim, value_dim, config, parts):
+            config = config._replace(heads=1)
         return config, {**parts, **self.constants, "ONE_TILE": self.numbers[4] <= config.BN}
 
 
@@ -128,9 +131,12 @@ def summarise(
 
     def start(config: Config) -> None:
         tiles = _value_tiles(value_dim, config)
+        if rows is not None:
+            config = config._replace(heads=1)
         config, constants = blocks.fit(dim, value_dim, config, spare=mass and not turned)
+        kernel = summarise_pair_kernel if config.heads == 2 else summarise_kernel
         triton_launch.launch(
-            summarise_kernel, (blocks.programs, tiles), config,
+            kernel, (blocks.programs // config.heads, tiles), config,
             x, y, blocks.table, angles, rstd, norm_weight, scale, weight, state,
             *strides, *blocks.numbers, feature_eps, norm_eps,
             ROPE=turned, NORM=kind, MASS=mass, ROWS=rows is not None, STEP=step, DOT=DOT[x.dtype],
@@ -192,8 +198,9 @@ def read_out(
         if after.norm_weight is not None and tiles > 1:
             raise OutOfResources(value_dim, config.BV, "value channels in one tile")
         config, constants = blocks.fit(dim, value_dim, config, spare=divide and not turned)
+        kernel = read_out_pair_kernel if config.heads == 2 else read_out_kernel
         triton_launch.launch(
-            read_out_kernel, (blocks.programs, tiles), config,
+            kernel, (blocks.programs // config.heads, tiles), config,
             x, blocks.table, angles, rstd, norm_weight, state, out_weight, gate, local, out,
             *strides, *blocks.numbers,
             feature_eps, norm_eps, denominator_eps, after.norm_eps, after.gate_bias or 0.0,
@@ -216,87 +223,6 @@ def read_out(
 def _state_dot(x: torch.Tensor, state: torch.Tensor) -> str:
     """bf16 inputs keep float32 states when asked to: their products are then taken as tf32."""
     return "tf32" if x.dtype == torch.bfloat16 and state.dtype == torch.float32 else DOT[x.dtype]
-
-
-def _spread(matrix: torch.Tensor, columns: int, config: MixConfig, split: bool) -> torch.Tensor:
-    """The coefficients padded to whole tiles, `([2,] matrices, rows, columns)`. Not kept: weights change unnoticed."""
-    rows = matrix.shape[-2]
-    padded_rows = -(-rows // config.BM) * config.BM
-    width = power_of_two(max(columns, config.BN, 16))
-    matrices = matrix.shape[0] if matrix.ndim == 3 else 1
-    shape = ((2,) if split else ()) + (matrices, padded_rows, width)
-    out = torch.empty(shape, dtype=torch.bfloat16 if split else torch.float32, device=matrix.device)
-    triton_launch.launch(
-        spread_kernel, (padded_rows, matrices), Warps(1), matrix, out,
-        matrix.stride(0) if matrix.ndim == 3 else 0, *matrix.stride()[-2:], rows, columns,
-        columns // matrix.shape[-1], padded_rows, matrices, WIDTH=width, SPLIT=split,
-    )  # fmt: skip
-    return out
-
-
-def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: int) -> torch.Tensor:
-    """(Mq, Mk) or (H, Mq, Mk) float32 times states (B, H, Mk * chunks, K), in the states' dtype. x: dtype and dims."""
-    batch, heads, columns, size = states.shape
-    rows = matrix.shape[-2]
-    mixed = torch.empty(batch, heads, rows, size, dtype=states.dtype, device=states.device)
-    kind = _MIX_DOT[x.dtype] if states.dtype == x.dtype else "tf32"
-    split = kind == "split"
-
-    def start(config: MixConfig) -> None:
-        spread = _spread(matrix, columns, config, split)
-        part = spread.numel() // (1 + split)
-        sizes = (part // heads if matrix.ndim == 3 else 0, part, heads, rows, columns)
-        if config.BN == 0:
-            k0 = min(128, power_of_two(max(16, columns)))
-            k1 = 0 if columns <= k0 else power_of_two(max(16, columns - k0))
-            around = ceil_div(rows, config.BM) * batch * heads
-            pieces = min(ceil_div(size, config.BP), max(1, MIX_PROGRAMS // around))
-            triton_launch.launch(
-                mix_stream_kernel, (around * pieces,), Warps(*config[3:]), spread, states, mixed, *sizes, pieces,
-                SIZE=size, WIDTH=spread.shape[-1], K0=k0, K1=k1, BM=config.BM, BP=config.BP, REVERSE=True, DOT=kind,
-            )  # fmt: skip
-            return
-        grid = (ceil_div(rows, config.BM) * ceil_div(size, config.BP) * batch * heads,)
-        triton_launch.launch(
-            mix_kernel, grid, config, spread, states, mixed,
-            *sizes, SIZE=size, WIDTH=spread.shape[-1], REVERSE=True, DOT=kind,
-        )  # fmt: skip
-
-    configs = mix_configs("mix", 16 if split else 32, rows, columns)
-    if not start_first_fitting("mix", x, value_dim, configs, (kind,), start):
-        return fallback.mix(matrix, states, columns // matrix.shape[-1])
-    return mixed
-
-
-def mix_gradient(
-    left: torch.Tensor, right: torch.Tensor, matrix, x: torch.Tensor, value_dim: int
-) -> torch.Tensor:
-    """Gradient of the coefficients: <gradient of mixed state i, state j>, summed over batch (and heads), float32.
-
-    left (B, H, Mq * chunks, K), right (B, H, Mk * chunks, K); the result has the shape of `matrix`.
-    """
-    batch, heads, left_rows, size = left.shape
-    right_rows = right.shape[2]
-    kind = _MIX_DOT[x.dtype] if left.dtype == x.dtype else "tf32"
-    configs = mix_configs("mix_gradient", 16 if kind == "split" else 32, left_rows, right_rows)
-    run = min(4096, power_of_two(size))
-    parts = ceil_div(size, run)
-    out = torch.empty(batch, heads, parts, left_rows, right_rows, dtype=torch.float32, device=x.device)
-
-    def start(config: MixConfig) -> None:
-        tiles = ceil_div(left_rows, config.BM) * ceil_div(right_rows, config.BP)
-        triton_launch.launch(
-            mix_gradient_kernel, (tiles * batch * heads * parts,), config, left, right, out,
-            left_rows, right_rows, parts, SIZE=size, RUN=max(run, config.BN), DOT=kind,
-        )  # fmt: skip
-
-    if not start_first_fitting("mix_gradient", x, value_dim, configs, (kind,), start):
-        out = (left.float() @ right.float().transpose(-1, -2))[:, :, None]
-    out = out.sum(dim=(0, 2) if matrix.ndim == 3 else (0, 1, 2))
-    rows, columns = matrix.shape[-2:]
-    return out.view(*out.shape[:-2], rows, left_rows // rows, columns, right_rows // columns).sum(
-        dim=(-3, -1)
-    )
 
 
 def _pull_back(

@@ -22,6 +22,7 @@ class Config(NamedTuple):
     """BN tokens and BV value channels per tile (of the first part, where there are two), warps, pipeline stages.
 
     maxnreg: registers of a thread at most, so that more programs share a multiprocessor; None: as many as it takes.
+    heads: of a program, 1 or 2, in the forward kernels; 2 where `states_pairs` can take it.
     """
 
     BN: int
@@ -29,6 +30,7 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
+    heads: int = 1
 
 
 class Warps(NamedTuple):

@@ -34,7 +34,9 @@ _warned: set[tuple] = set()
 
 def launch(kernel, grid: tuple[int, ...], config, *args, **constants) -> None:
     """The one place where a kernel starts."""
-    kernel[grid](*args, **config._asdict(), **constants)
+    options = config._asdict()
+    options.pop("heads", None)  # has been used to choose the kernel
+    kernel[grid](*args, **options, **constants)
 
 
 @functools.cache

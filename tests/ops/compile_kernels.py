@@ -65,8 +65,9 @@ class Compiler:
     def launch(self, kernel, grid, config, *args, **constants) -> None:
         dtypes = [str(x.dtype).removeprefix("torch.") for x in args if isinstance(x, torch.Tensor)]
         name = f"sm_{self.arch} {kernel.__name__} {config} {constants} {dtypes}"
+        options = {name: value for name, value in config._asdict().items() if name != "heads"}
         try:
-            binary = kernel.warmup(*args, grid=grid, **config._asdict(), **constants)
+            binary = kernel.warmup(*args, grid=grid, **options, **constants)
         except Exception as error:
             self.faults.add(f"{name}: {type(error).__name__} {error}")
             return

@@ -1,0 +1,96 @@
+"""Launches the kernels that mix block states, and the one for the coefficients' gradient."""
+
+from __future__ import annotations
+
+import torch
+
+from . import fallback, triton_launch
+from .states_mixing import mix_gradient_kernel, mix_kernel, mix_stream_kernel, spread_kernel
+from .triton_configs import MixConfig, Warps, mix_configs
+from .triton_launch import ceil_div, power_of_two, start_first_fitting
+
+__all__ = ["mix", "mix_gradient"]
+
+MIX_PROGRAMS = 264  # of the streaming kernel: two for each multiprocessor of an H200
+_MIX_DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "split"}
+
+
+def _spread(matrix: torch.Tensor, columns: int, config: MixConfig, split: bool) -> torch.Tensor:
+    """The coefficients padded to whole tiles, `([2,] matrices, rows, columns)`. Not kept: weights change unnoticed."""
+    rows = matrix.shape[-2]
+    padded_rows = -(-rows // config.BM) * config.BM
+    width = power_of_two(max(columns, config.BN, 16))
+    matrices = matrix.shape[0] if matrix.ndim == 3 else 1
+    shape = ((2,) if split else ()) + (matrices, padded_rows, width)
+    out = torch.empty(shape, dtype=torch.bfloat16 if split else torch.float32, device=matrix.device)
+    triton_launch.launch(
+        spread_kernel, (padded_rows, matrices), Warps(1), matrix, out,
+        matrix.stride(0) if matrix.ndim == 3 else 0, *matrix.stride()[-2:], rows, columns,
+        columns // matrix.shape[-1], padded_rows, matrices, WIDTH=width, SPLIT=split,
+    )  # fmt: skip
+    return out
+
+
+def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: int) -> torch.Tensor:
+    """(Mq, Mk) or (H, Mq, Mk) float32 times states (B, H, Mk * chunks, K), in the states' dtype. x: dtype and dims."""
+    batch, heads, columns, size = states.shape
+    rows = matrix.shape[-2]
+    mixed = torch.empty(batch, heads, rows, size, dtype=states.dtype, device=states.device)
+    kind = _MIX_DOT[x.dtype] if states.dtype == x.dtype else "tf32"
+    split = kind == "split"
+
+    def start(config: MixConfig) -> None:
+        spread = _spread(matrix, columns, config, split)
+        part = spread.numel() // (1 + split)
+        sizes = (part // heads if matrix.ndim == 3 else 0, part, heads, rows, columns)
+        if config.BN == 0:
+            k0 = min(128, power_of_two(max(16, columns)))
+            k1 = 0 if columns <= k0 else power_of_two(max(16, columns - k0))
+            around = ceil_div(rows, config.BM) * batch * heads
+            pieces = min(ceil_div(size, config.BP), max(1, MIX_PROGRAMS // around))
+            triton_launch.launch(
+                mix_stream_kernel, (around * pieces,), Warps(*config[3:]), spread, states, mixed, *sizes, pieces,
+                SIZE=size, WIDTH=spread.shape[-1], K0=k0, K1=k1, BM=config.BM, BP=config.BP, REVERSE=True, DOT=kind,
+            )  # fmt: skip
+            return
+        grid = (ceil_div(rows, config.BM) * ceil_div(size, config.BP) * batch * heads,)
+        triton_launch.launch(
+            mix_kernel, grid, config, spread, states, mixed,
+            *sizes, SIZE=size, WIDTH=spread.shape[-1], REVERSE=True, DOT=kind,
+        )  # fmt: skip
+
+    configs = mix_configs("mix", 16 if split else 32, rows, columns)
+    if not start_first_fitting("mix", x, value_dim, configs, (kind,), start):
+        return fallback.mix(matrix, states, columns // matrix.shape[-1])
+    return mixed
+
+
+def mix_gradient(
+    left: torch.Tensor, right: torch.Tensor, matrix, x: torch.Tensor, value_dim: int
+) -> torch.Tensor:
+    """Gradient of the coefficients: <gradient of mixed state i, state j>, summed over batch (and heads), float32.
+
+    left (B, H, Mq * chunks, K), right (B, H, Mk * chunks, K); the result has the shape of `matrix`.
+    """
+    batch, heads, left_rows, size = left.shape
+    right_rows = right.shape[2]
+    kind = _MIX_DOT[x.dtype] if left.dtype == x.dtype else "tf32"
+    configs = mix_configs("mix_gradient", 16 if kind == "split" else 32, left_rows, right_rows)
+    run = min(4096, power_of_two(size))
+    parts = ceil_div(size, run)
+    out = torch.empty(batch, heads, parts, left_rows, right_rows, dtype=torch.float32, device=x.device)
+
+    def start(config: MixConfig) -> None:
+        tiles = ceil_div(left_rows, config.BM) * ceil_div(right_rows, config.BP)
+        triton_launch.launch(
+            mix_gradient_kernel, (tiles * batch * heads * parts,), config, left, right, out,
+            left_rows, right_rows, parts, SIZE=size, RUN=max(run, config.BN), DOT=kind,
+        )  # fmt: skip
+
+    if not start_first_fitting("mix_gradient", x, value_dim, configs, (kind,), start):
+        out = (left.float() @ right.float().transpose(-1, -2))[:, :, None]
+    out = out.sum(dim=(0, 2) if matrix.ndim == 3 else (0, 1, 2))
+    rows, columns = matrix.shape[-2:]
+    return out.view(*out.shape[:-2], rows, left_rows // rows, columns, right_rows // columns).sum(
+        dim=(-3, -1)
+    )
