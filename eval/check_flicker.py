@@ -3,7 +3,8 @@
     python eval/check_flicker.py --python path/to/vbench-env/bin/python --out outputs/vbench_flicker.json
 
 That environment needs torch, torchvision, numpy, pillow, and
-pip install --no-deps vbench==0.1.5 decord opencv-python-headless tqdm. Three videos of noise and flicker are made; the result holds both scores of each.
+pip install --no-deps vbench==0.1.5 decord opencv-python-headless tqdm
+Three videos of noise and flicker are made; the result holds both scores of each.
 """
 
 import argparse
