@@ -89,9 +89,12 @@ class FiniteWatch:
     def fail(pipe: DiffusionPipeline, step: int, where: str = "") -> NoReturn:
         """Raise the FloatingPointError for this step, with words that say `where` in it the values arose."""
         pipe.maybe_free_model_hooks()
+        transformer = (
+            pipe.transformer or pipe.transformer_2
+        )  # the second of Wan 2.2's experts may do all steps
         raise FloatingPointError(
             f"the latents are infinite or NaN after step {step + 1} of {pipe.num_timesteps}{where}: load the "
-            f"pipeline in torch.float32 or torch.bfloat16 (the transformer is {pipe.transformer.dtype}), or check "
+            f"pipeline in torch.float32 or torch.bfloat16 (the transformer is {transformer.dtype}), or check "
             "its weights"
         )
 

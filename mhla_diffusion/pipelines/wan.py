@@ -86,9 +86,14 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
         self.video_processor = FiniteVideoProcessor(vae_scale_factor=self.vae_scale_factor_spatial)
 
     @property
+    def denoiser(self) -> torch.nn.Module | None:
+        """The transformer, or Wan 2.2's second expert where it does all steps; for what both have in common."""
+        return self.transformer if self.transformer is not None else self.transformer_2
+
+    @property
     def size_multiple(self) -> tuple[int, int]:
         """Height and width in pixels must be multiples of these: VAE factor times patch size."""
-        _, rows, columns = self.transformer.config.patch_size
+        _, rows, columns = self.denoiser.config.patch_size
         return self.vae_scale_factor_spatial * rows, self.vae_scale_factor_spatial * columns
 
     @property
@@ -157,7 +162,8 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
         elif callback_on_step_end_tensor_inputs is None:
             callback_on_step_end_tensor_inputs = ["latents"]
 
-        self._check_experts()
+        if self.denoiser is None:
+            raise ValueError("this pipeline has no transformer: load it with one")
         check_number("num_inference_steps", steps, minimum=1, whole=True)
         longest = self.scheduler.config.get("num_train_timesteps")
         if longest is not None and steps > longest:
@@ -194,6 +200,7 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
         if latents is not None and tuple(latents.shape) != shape:
             raise ValueError(f"latents have shape {tuple(latents.shape)}, this call needs {shape}")
 
+        self._check_experts(steps)
         latents = self.prepare_latents(
             videos, shape[1], height, width, frames, torch.float32, self._execution_device, generator, latents
         )
@@ -307,7 +314,7 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
                 )
             if negative_prompt_embeds is not None:
                 raise ValueError("give either negative_prompt or negative_prompt_embeds, not both")
-        width = self.transformer.config.text_dim
+        width = self.denoiser.config.text_dim
         for name, embeds in (
             ("prompt_embeds", prompt_embeds),
             ("negative_prompt_embeds", negative_prompt_embeds),
@@ -336,24 +343,27 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
         times = timestep.expand(batch)
         if self.config.expand_timesteps:
             frames, rows, columns = (
-                size // patch for size, patch in zip(sizes, self.transformer.config.patch_size, strict=True)
+                size // patch for size, patch in zip(sizes, self.denoiser.config.patch_size, strict=True)
             )
             times = timestep.expand(batch, frames * rows * columns)
-        return {"hidden_states": latents.to(self.transformer.dtype), "timestep": times}
+        return {"hidden_states": latents.to(self.denoiser.dtype), "timestep": times}
 
-    def _check_experts(self) -> None:
-        needed = ["transformer"] if self.config.boundary_ratio is None else ["transformer", "transformer_2"]
-        missing = [name for name in needed if getattr(self, name) is None]
+    def _check_experts(self, steps: int) -> None:
+        """Raise ValueError when a step belongs to an expert that is not there."""
+        self.scheduler.set_timesteps(steps)
+        missing = sorted(
+            {self.expert(time)[0] for time in self.scheduler.timesteps if self.expert(time)[1] is None}
+        )
         if missing:
             raise ValueError(
-                f"this pipeline has no {' and no '.join(missing)}: load it with one, or with boundary_ratio=None "
-                "where a single transformer does all steps"
+                f"this pipeline has no {missing[0]}, which steps with boundary_ratio={self.config.boundary_ratio} "
+                "need: load it with that transformer, or with another boundary_ratio"
             )
 
     def _latent_shape(self, videos: int, frames: int, height: int, width: int) -> tuple[int, ...]:
         return (
             videos,
-            self.transformer.config.in_channels,
+            self.denoiser.config.in_channels,
             (frames - 1) // self.vae_scale_factor_temporal + 1,
             height // self.vae_scale_factor_spatial,
             width // self.vae_scale_factor_spatial,
@@ -361,7 +371,7 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
 
     def _check_positions(self, shape: tuple[int, ...]) -> None:
         """Raise ValueError when an axis has more tokens than the rotary table has positions."""
-        config = self.transformer.config
+        config = self.denoiser.config
         for axis, size, patch in zip(AXES, shape[2:], config.patch_size, strict=True):
             if size // patch > config.rope_max_seq_len:
                 raise ValueError(
