@@ -19,6 +19,7 @@ def add_eval(commands, add_command: Callable, parser_class: type) -> None:
     add_run(parts, add_command)
     add_stats(parts, add_command)
     add_list(parts, add_command)
+    add_compare(parts, add_command)
     add_vbench(parts, add_command, parser_class)
 
 
@@ -204,4 +205,17 @@ def run_list(args: argparse.Namespace) -> int:
                 print(f"{'':16} ready: {role} from {found.path} ({found.why})")
             except MissingWeights as error:
                 print(f"{'':16} not ready: {error}")
+    return 0
+
+
+def add_compare(parts, add_command: Callable) -> None:
+    parser = add_command(parts, "compare", run_compare, "Set results of one protocol side by side.")
+    parser.add_argument("results", nargs="+", metavar="RESULT.json", help="what `mhla eval run` wrote")
+
+
+def run_compare(args: argparse.Namespace) -> int:
+    from .comparison import as_table, read_result
+
+    for line in as_table([read_result(Path(path)) for path in args.results]):
+        print(line)
     return 0

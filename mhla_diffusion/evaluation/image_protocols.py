@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Metric -> tap of the network it reads, and whether more is better.
+# Metric -> tap of the network it reads, and whether more is better (None: neither).
 METRICS = {
     "fd": ("pool", False),  # Fréchet distance; with Inception this is FID
     "sfd": ("spatial", False),  # the same on the spatial features; sFID
@@ -13,6 +13,8 @@ METRICS = {
     "recall": ("pool", True),
     "inception_score": ("logits", True),
     "cmmd": ("pool", False),
+    # Median distance to the nearest reference, beside that between references: far below it, pictures were memorised.
+    "nearest": ("pool", None),
 }
 
 
@@ -61,11 +63,11 @@ PROTOCOLS = {
         ImageProtocol(
             "fd_efficientnet",
             "efficientnet",
-            ("fd", "kid", "precision", "recall"),
+            ("fd", "kid", "precision", "recall", "nearest"),
             "the same distances on EfficientNet-Lite0, whose weights come in a package; not FID",
         ),
         ImageProtocol(
-            "fd_dinov2", "dinov2", ("fd", "kid", "precision", "recall"), "on DINOv2's class token; your weights"
+            "fd_dinov2", "dinov2", ("fd", "kid", "precision", "recall", "nearest"), "on DINOv2; your weights"
         ),
         ImageProtocol("cmmd", "clip-image", ("cmmd",), "discrepancy of CLIP's embeddings; your weights"),
         ImageProtocol(

@@ -19,7 +19,7 @@ from .metrics.frechet import unclamped_distance
 from .metrics.inception_score import inception_score
 from .metrics.kernel import clip_discrepancy, kernel_distance
 from .metrics.moments import Moments, empty_state, merge_two, moments_of_state, state_of
-from .metrics.neighbours import precision_recall
+from .metrics.neighbours import nearest, precision_recall, squared_radii
 from .networks import extractors
 from .networks.extractors import Extractor
 from .networks.weight_files import find_weights
@@ -292,6 +292,11 @@ def values_of(
                     put(name, getattr(found, name), k=3, reference_n=theirs.count)
         elif metric == "cmmd":
             put(metric, clip_discrepancy(theirs.features(tap), ours.features(tap)), reference_n=theirs.count)
+        elif metric == "nearest":
+            reference = theirs.features(tap)
+            own = squared_radii(reference, 1, "float64", 2048).sqrt()
+            found, _ = nearest(ours.features(tap), reference)
+            put(metric, found.median(), smallest=float(found.min()), reference_median=float(own.median()))
         elif metric == "inception_score":
             put(metric, *inception_score(ours.features(tap), split_size=protocol.split_size))
     return {metric: values[metric] for metric in metrics}

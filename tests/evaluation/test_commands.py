@@ -233,4 +233,10 @@ def test_the_network_of_a_package_scores_offline():
         open_pictures(pattern(12, 1, blur=6)), reference, PROTOCOLS["fd_efficientnet"], extractor=extractor
     )
     assert 0 < result["values"]["fd"]["value"] < worse["values"]["fd"]["value"]
+    near = result["values"]["nearest"]
+    assert 0 < near["smallest"] <= near["value"] < 3 * near["reference_median"]
+    copies = score(
+        reference, open_pictures(pattern(14, 2)), PROTOCOLS["fd_efficientnet"], extractor=extractor
+    )
+    assert copies["values"]["nearest"]["value"] == pytest.approx(0, abs=1e-4)
     assert result["features"]["weights"]["sha256"] and extractor.taps == {"pool": 1280}

@@ -13,7 +13,7 @@ from torch import Tensor
 from .inception import INPUT_SIZE, TAPS, FIDInception
 from .inception_weights import load_inception
 from .preparation import DESCRIPTIONS, as_uint8, pil_bicubic, prepare
-from .weight_files import find_weights, sha256_of
+from .weight_files import about_weights, find_weights
 
 
 class Extractor:
@@ -130,12 +130,7 @@ def efficientnet(*, device: str | torch.device = "auto") -> Extractor:
             "protocol": f"bicubic_{SIDE}",
             "resize": f"torch bicubic to {SIDE}, no antialias",
             "scaling": "(x - 127) / 128",
-            "weights": {
-                "role": "efficientnet-lite0",
-                "path": str(found.path),
-                "found_by": found.why,
-                "sha256": sha256_of(found.path),
-            },
+            "weights": about_weights("efficientnet-lite0", found),
         },
         usable(device),
     )
@@ -209,11 +204,6 @@ def transformers_vision(
         "protocol": f"{role}_{side}",
         "resize": f"Pillow bicubic to {side}, antialias",
         "scaling": "mean and deviation of the training pictures",
-        "weights": {
-            "role": role,
-            "path": str(found.path),
-            "found_by": found.why,
-            "sha256": sha256_of(found.path),
-        },
+        "weights": about_weights(role, found),
     }
     return Extractor(run, {"pool": width}, about, where)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ..faults import MissingWeights
 from .inception import Convolution, FIDInception
-from .weight_files import ROLES, Found, find_weights, sha256_of
+from .weight_files import ROLES, Found, about_weights, find_weights, sha256_of
 
 CACHE_VARIABLE = "MHLA_CACHE"
 
@@ -122,5 +122,5 @@ def load_inception(
             f"{len(wrong)} wrong): give the file of 2015-12-05"
         )
     network.load_state_dict(state, strict=False)
-    about = {"role": role, "path": str(found.path), "found_by": found.why, "sha256": sha256_of(found.path)}
+    about = about_weights(role, found)
     return network.eval().requires_grad_(False), about

@@ -137,3 +137,9 @@ def sha256_of(path: Path) -> str:
         return fingerprint(path)
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def about_weights(role: str, found: Found) -> dict[str, str]:
+    """What results store: role, path (of a package's file the name only, the rest is this machine's), sha256."""
+    path = found.path.name if found.why.startswith("package ") else str(found.path)
+    return {"role": role, "path": path, "found_by": found.why, "sha256": sha256_of(found.path)}

@@ -1,0 +1,77 @@
+"""Results side by side, refused where they do not compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from .faults import ReferenceMismatch
+
+
+def read_result(path: Path) -> dict:
+    """A result of `mhla eval run`, with its path under "file". Raises ValueError when it is something else."""
+    if not path.is_file():
+        raise ValueError(f"there is no result {path}: give what mhla eval run wrote")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(found["values"], dict) or found["schema_version"] != 1:
+            raise KeyError("schema_version")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no result of this version ({error!r}): make it again") from None
+    return found | {"file": str(path)}
+
+
+def basis(result: dict) -> dict:
+    """What must be the same for two values to compare: protocol, network, resize, the reference."""
+    features, reference = result.get("features", {}), result.get("inputs", {})
+    reference = reference.get("reference", {}) if isinstance(reference, dict) else {}
+    return {
+        "protocol": result["protocol"],
+        "network": features.get("network"),
+        "resize": features.get("resize"),
+        "reference": reference.get("sha256") or reference.get("listing_sha256"),
+    }
+
+
+def check_comparable(results: list[dict]) -> list[str]:
+    """Warnings about counts. Raises ReferenceMismatch, naming what differs, for results that do not compare."""
+    first = basis(results[0])
+    for result in results[1:]:
+        for key, value in basis(result).items():
+            if value != first[key]:
+                raise ReferenceMismatch(
+                    f"{results[0]['file']} and {result['file']} do not compare: {key} {first[key]} and {value}"
+                )
+    notes = []
+    for metric in results[0]["values"]:
+        counts = [result["values"][metric].get("n") for result in results if metric in result["values"]]
+        if len(set(counts)) > 1:
+            notes.append(
+                f"{metric} is of {', '.join(map(str, counts))} samples: a Fréchet distance depends on the count"
+            )
+    return notes
+
+
+def as_table(results: list[dict]) -> list[str]:
+    """Markdown, a row for each result; values missing in one are left empty. Raises as `check_comparable`."""
+    notes = check_comparable(results)
+    metrics = list(dict.fromkeys(metric for result in results for metric in result["values"]))
+    arrows = {True: " (higher is better)", False: " (lower is better)", None: ""}
+    heads = []
+    for metric in metrics:
+        row = next(result["values"][metric] for result in results if metric in result["values"])
+        heads.append(metric + arrows[row.get("higher_is_better")])
+    lines = [
+        f"{results[0]['protocol']}",
+        "",
+        "| result | " + " | ".join(heads) + " |",
+        "|---" * (len(heads) + 1) + "|",
+    ]
+    for result in results:
+        cells = []
+        for metric in metrics:
+            row = result["values"].get(metric)
+            spread = f" +- {row['std']:.3g}" if row and "std" in row else ""
+            cells.append(f"{row['value']:.5g}{spread}" if row else "")
+        lines.append(f"| {result['file']} | " + " | ".join(cells) + " |")
+    return lines + [""] * bool(notes) + notes

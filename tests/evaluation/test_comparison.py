@@ -1,0 +1,54 @@
+"""Results side by side."""
+
+import json
+
+import pytest
+
+from mhla_diffusion.cli import main
+
+
+def result(
+    path, value: float, protocol: str = "fid_adm", resize: str = "a", reference: str = "r", n: int = 9, **more
+):
+    values = {"fd": {"value": value, "n": n, "higher_is_better": False}, **more}
+    content = {
+        "schema_version": 1,
+        "protocol": protocol,
+        "values": values,
+        "features": {"network": "inception", "resize": resize},
+        "inputs": {"reference": {"listing_sha256": reference}},
+    }
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_results_of_one_protocol_make_a_table(tmp_path, capsys):
+    kid = {"value": 0.5, "std": 0.1, "n": 9, "higher_is_better": False}
+    files = [result(tmp_path / "a.json", 1.25), result(tmp_path / "b.json", 2.5, n=8, kid=kid)]
+    assert main(["eval", "compare", *files]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "fid_adm" and out[2] == "| result | fd (lower is better) | kid (lower is better) |"
+    assert out[4:6] == [f"| {files[0]} | 1.25 |  |", f"| {files[1]} | 2.5 | 0.5 +- 0.1 |"]
+    assert "of 9, 8 samples" in out[-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"protocol": "fid_clean"}, "protocol fid_adm and fid_clean"),
+        ({"resize": "b"}, "resize a and b"),
+        ({"reference": "s"}, "reference r and s"),
+    ],
+)
+def test_what_does_not_compare_is_refused(tmp_path, capsys, change, message):
+    files = [result(tmp_path / "a.json", 1), result(tmp_path / "b.json", 1, **change)]
+    assert main(["eval", "compare", *files]) == 2
+    assert f"do not compare: {message}" in capsys.readouterr().err
+
+
+def test_what_is_no_result_is_named(tmp_path, capsys):
+    for content in ("{", "[]", '{"values": {}}', '{"values": [], "schema_version": 1}'):
+        (tmp_path / "a.json").write_text(content)
+        assert main(["eval", "compare", str(tmp_path / "a.json")]) == 2
+        assert "no result of this version" in capsys.readouterr().err
+    assert main(["eval", "compare", str(tmp_path / "absent.json")]) == 2
