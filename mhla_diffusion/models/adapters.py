@@ -104,8 +104,10 @@ class AdapterMixin:
                     lost.append(f"{key} of shape {tuple(tensor.shape)} for {tuple(places[name].shape)}")
             else:
                 pairs[key] = tensor
-                if not pair_fits(name, tensor, modules) or not has_partner(key, source):
+                if not pair_fits(name, tensor, modules):
                     lost.append(key)
+                elif not has_partner(key, source):
+                    lost.append(f"{key}: its other half is missing or of another rank")
         if lost or not source:
             what = f"{len(lost)} of its {len(source)} weights have no place" if source else "it is empty"
             shown = ", ".join(lost[:SHOWN]) + (", ..." if len(lost) > SHOWN else "")
