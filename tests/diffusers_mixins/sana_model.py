@@ -63,7 +63,9 @@ class TestLoRA(OnOurs, upstream.TestSanaTransformerLoRA):
             super().test_logs_info_when_no_lora_keys_found()
 
     def test_lora_missing_keys_warning(self, tmp_path):
-        with pytest.raises(ValueError, match="its other half is missing"):  # where Diffusers draws it at random
+        with pytest.raises(
+            ValueError, match="its other half is missing"
+        ):  # where Diffusers draws it at random
             super().test_lora_missing_keys_warning(tmp_path)
 
 

@@ -63,7 +63,9 @@ class TestLoRA(OnOurs, upstream.TestWanTransformer3DLoRA):
             ours.load_lora_adapter({"lora_foo": torch.tensor(2.0)}, prefix="transformer")
 
     def test_lora_missing_keys_warning(self, tmp_path):
-        with pytest.raises(ValueError, match="its other half is missing"):  # where Diffusers draws it at random
+        with pytest.raises(
+            ValueError, match="its other half is missing"
+        ):  # where Diffusers draws it at random
             super().test_lora_missing_keys_warning(tmp_path)
 
 
