@@ -2,6 +2,7 @@
 
 import math
 import numbers
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -19,11 +20,13 @@ __all__ = [
     "CheckedLoading",
     "FiniteWatch",
     "check_choice",
+    "check_frames",
     "check_generators",
     "check_multiple",
     "check_number",
     "check_tensor_inputs",
     "check_texts",
+    "round_size",
 ]
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -142,3 +145,29 @@ def check_tensor_inputs(names: list[str] | None, known: list[str]) -> None:
     unknown = set(names or ()) - set(known)
     if unknown:
         raise ValueError(f"callback_on_step_end_tensor_inputs={sorted(unknown)}: choose among {known}")
+
+
+def check_frames(frames: int, factor: int, name: str = "num_frames") -> None:
+    """Raise ValueError, naming the nearest counts, unless `frames` is a multiple of `factor` and one."""
+    if (frames - 1) % factor:
+        below = (frames - 1) // factor * factor + 1
+        raise ValueError(
+            f"{name}={frames} is not a multiple of {factor} and one: use {below} or {below + factor}"
+        )
+
+
+def round_size(name: str, size: int, multiple: int) -> int:
+    """The largest multiple that is not above `size`, with a warning when it is another size.
+
+    Raises ValueError when there is none.
+    """
+    check_number(name, size, minimum=1, whole=True)
+    below = size // multiple * multiple
+    if not below:
+        raise ValueError(f"{name}={size} is smaller than {multiple}: use a multiple of that")
+    if below != size:
+        warnings.warn(
+            f"{name}={size} is rounded down to {below}, a multiple of {multiple} (the next one is {below + multiple})",
+            stacklevel=4,
+        )
+    return int(below)

@@ -9,10 +9,11 @@ import torch
 from diffusers import DiffusionPipeline, WanPipeline
 
 from mhla_diffusion.loading import load_pipeline
+from mhla_diffusion.pipelines.checks import check_frames
 from mhla_diffusion.pipelines.painter import DTYPES, Painter
 from mhla_diffusion.pipelines.requests import Request, check_size
 from mhla_diffusion.pipelines.videos import save_video
-from mhla_diffusion.pipelines.wan import MHLAWanPipeline, check_frames
+from mhla_diffusion.pipelines.wan import MHLAWanPipeline
 
 
 class VideoPainter(Painter):

@@ -1,6 +1,5 @@
 """Text to video with Wan: the stock pipeline, with its defaults kept in the saved pipeline and faults named early."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +15,12 @@ from .checks import (
     OUTPUT_TYPES,
     CheckedLoading,
     check_choice,
+    check_frames,
     check_generators,
     check_number,
     check_tensor_inputs,
     check_texts,
+    round_size,
 )
 from .finite import FiniteVideoProcessor, VideoWatch
 
@@ -385,29 +386,3 @@ def _number_of_prompts(prompt, prompt_embeds) -> int:
     if prompt is None:
         return prompt_embeds.shape[0]
     return 1 if isinstance(prompt, str) else len(prompt)
-
-
-def check_frames(frames: int, factor: int, name: str = "num_frames") -> None:
-    """Raise ValueError, naming the nearest counts, unless `frames` is a multiple of `factor` and one."""
-    if (frames - 1) % factor:
-        below = (frames - 1) // factor * factor + 1
-        raise ValueError(
-            f"{name}={frames} is not a multiple of {factor} and one: use {below} or {below + factor}"
-        )
-
-
-def round_size(name: str, size: int, multiple: int) -> int:
-    """The largest multiple that is not above `size`, with a warning when it is another size.
-
-    Raises ValueError when there is none.
-    """
-    check_number(name, size, minimum=1, whole=True)
-    below = size // multiple * multiple
-    if not below:
-        raise ValueError(f"{name}={size} is smaller than {multiple}: use a multiple of that")
-    if below != size:
-        warnings.warn(
-            f"{name}={size} is rounded down to {below}, a multiple of {multiple} (the next one is {below + multiple})",
-            stacklevel=4,
-        )
-    return int(below)
