@@ -101,6 +101,8 @@ def add_generate(commands) -> None:
     add("--batch-size", type=int, help="how many are drawn at a time (default: 4 pictures or 1 video)")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
+    add("--offload", metavar="model|sequential",
+        help="keep weights that do not compute off the GPU: whole models or single layers (slowest)")  # fmt: skip
     add("--overwrite", action="store_true", help="draw again what is there already")
     add("--sheet", metavar="FILE", help="also write a contact sheet (PNG) of all pictures")
     add("--columns", type=int, default=4, help="columns of the contact sheet (default: %(default)s)")
@@ -128,6 +130,7 @@ def run_generate(args: argparse.Namespace) -> int:
         batch_size=args.batch_size,
         device=args.device,
         dtype=args.dtype,
+        offload=args.offload,
         overwrite=args.overwrite,
         sheet=args.sheet,
         columns=args.columns,

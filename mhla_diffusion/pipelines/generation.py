@@ -62,6 +62,7 @@ def generate(
     batch_size: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
+    offload: str | None = None,
     overwrite: bool = False,
     sheet: str | os.PathLike | None = None,
     columns: int = 4,
@@ -71,6 +72,8 @@ def generate(
 
     Of a text-to-video pipeline (Wan), `.mp4` files of `frames` frames, `fps` a second, and with `gif` the same as a
     GIF. At a time `batch_size` are made, None: 4 pictures or 1 video.
+
+    `offload`, "model" or "sequential", keeps weights that do not compute in the machine's memory.
 
     The noise of a picture depends on its seed only (a CPU generator), not on its batch or the device. A
     picture that is there with the same settings is skipped; one with other settings is replaced only by
@@ -99,12 +102,13 @@ def generate(
     batch_size = batch_size or (1 if video else 4)
 
     # Imported late: torch and Diffusers take seconds, and mistakes should be named at once.
-    from mhla_diffusion.pipelines.painter import Painter, choose_device, choose_dtype
+    from mhla_diffusion.pipelines.painter import Painter, check_offload, choose_device, choose_dtype
 
     if video:
         from mhla_diffusion.pipelines.video_painter import VideoPainter as Painter
 
     chosen_device = choose_device(device)
+    check_offload(offload, chosen_device)
     chosen_dtype = choose_dtype(dtype, chosen_device)
     sha256 = fingerprint(folder)
 
@@ -140,7 +144,7 @@ def generate(
             report.skipped[index] = path
 
     if pending:
-        painter = Painter(folder, sha256, chosen_device, chosen_dtype)
+        painter = Painter(folder, sha256, chosen_device, chosen_dtype, offload)
         painter.check(pending[0])
         faults = {request.index: painter.fault(request) for request in pending}
         report.failed |= {index: reason for index, reason in faults.items() if reason}

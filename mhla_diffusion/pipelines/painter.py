@@ -17,6 +17,8 @@ from mhla_diffusion.pipelines.sana import BINNED_SAMPLE_SIZES, FiniteWatch, MHLA
 from mhla_diffusion.provenance import versions
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Diffusers' methods that keep what is not computing in the machine's memory: whole models, or single layers.
+OFFLOADS = {"model": "enable_model_cpu_offload", "sequential": "enable_sequential_cpu_offload"}
 # Its lists of resolutions are in pixels, for autoencoders of this factor.
 BINNED_VAE_FACTOR = 32
 # What the stock SANA pipeline wants of a size, whatever its autoencoder needs.
@@ -31,11 +33,13 @@ class Painter:
 
     kinds = (SanaPipeline, DiTPipeline)
 
-    def __init__(self, folder: Path, sha256: str, device: torch.device, dtype: str):
+    def __init__(
+        self, folder: Path, sha256: str, device: torch.device, dtype: str, offload: str | None = None
+    ):
         self.folder, self.sha256, self.device, self.dtype = folder, sha256, device, dtype
         self.pipeline_class = None
         with no_library_bars():
-            self.pipe = self.load().to(device)
+            self.pipe = self.load()
         if not isinstance(self.pipe, self.kinds):
             raise ValueError(
                 f"{folder} is a {type(self.pipe).__name__}: give a text-to-image pipeline (SANA), a "
@@ -44,6 +48,10 @@ class Painter:
         self.pipeline_class = self.pipeline_class or type(self.pipe).__name__
         self.pipe.set_progress_bar_config(desc="steps", leave=False, position=1, disable=None)
         self.defaults = self.call_defaults()
+        if offload is None:
+            self.pipe.to(device)
+        else:
+            getattr(self.pipe, OFFLOADS[offload])(device=device)
 
     def load(self) -> DiffusionPipeline:
         """The pipeline on the CPU, where ours is better than the stock one as ours; notes what is in the folder."""
@@ -166,6 +174,18 @@ def choose_device(device: str) -> torch.device:
     if chosen.type == "cuda" and (chosen.index or 0) >= count:
         raise ValueError(f"device {device} is not there ({count} CUDA devices): give --device cpu or auto")
     return chosen
+
+
+def check_offload(offload: str | None, device: torch.device) -> None:
+    """Raise ValueError unless weights can be kept off this device in the way named."""
+    if offload is None:
+        return
+    if offload not in OFFLOADS:
+        raise ValueError(f"unknown offload {offload!r}: give {' or '.join(OFFLOADS)}")
+    if device.type != "cuda":
+        raise ValueError(
+            f"--offload {offload} saves memory of a GPU, and this draws on the {device.type}: leave it out"
+        )
 
 
 def choose_dtype(dtype: str, device: torch.device) -> str:

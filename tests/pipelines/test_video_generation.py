@@ -107,6 +107,11 @@ def test_the_command_makes_other_sizes_and_lengths_and_a_sheet(folder, tmp_path,
         (["--height", "540"], "height is 540: it must be a multiple of 16, for example --height 528 or 544"),
         (["--width", "10"], "width is 10: it must be a multiple of 16, for example --width 16"),
         (["--steps", "2000"], "the scheduler has 1000"),
+        (
+            ["--offload", "model"],
+            "--offload model saves memory of a GPU, and this draws on the cpu: leave it out",
+        ),
+        (["--offload", "disk"], "unknown offload 'disk': give model or sequential"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_made(folder, tmp_path, monkeypatch, capsys, options, told):
@@ -147,3 +152,16 @@ def test_stock_pipelines_make_videos_too_and_the_decoder_stays_exact(tmp_path):
     painter = VideoPainter(tmp_path / "toy", "", torch.device("cpu"), "bfloat16")
     assert type(painter.pipe) is MHLAWanPipeline and painter.pipe.transformer.dtype == torch.bfloat16
     assert painter.pipe.vae.dtype == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", ["model", "sequential"])
+def test_with_weights_off_the_gpu_the_videos_are_the_same(folder, tmp_path, offload):
+    made = [
+        generate(
+            PROMPTS[:1], pipeline=folder, out=tmp_path / str(way), device="cuda", dtype="float32", offload=way
+        )
+        for way in (None, offload)
+    ]
+    one, other = (read_video(report.drawn[0]).frames.astype(int) for report in made)
+    assert np.abs(one - other).max() <= 3

@@ -156,6 +156,16 @@ def test_sizes_are_rounded_down_and_the_warning_names_them(pipe):
         assert make(pipe, height=48, width=32, num_frames=9).shape == (1, 9, 3, 48, 32)
 
 
+def test_wans_own_sizes_make_latents_of_every_length():
+    big = pipeline(stirred(model(mhla_block_grid=(3, 5, 10), rope_max_seq_len=128)), default_steps=1)
+    for height, width, frames in ((480, 832, 81), (832, 480, 33), (720, 1280, 17), (704, 1280, 1)):
+        size = {"height": height, "width": width, "num_frames": frames}
+        made = make(big, guidance_scale=1.0, output_type="latent", **size)
+        assert (
+            made.shape == (1, CHANNELS, (frames + 3) // 4, height // 8, width // 8) and made.isfinite().all()
+        )
+
+
 def test_wan_22_with_a_timestep_for_each_token(pipe):
     per_token = pipeline(pipe.transformer, expand_timesteps=True)
     assert close(make(per_token), make(pipe))
