@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from mhla_diffusion.cli import main
 from mhla_diffusion.evaluation.image_protocols import PROTOCOLS
-from mhla_diffusion.evaluation.image_scores import score
+from mhla_diffusion.evaluation.image_scores import as_lines, score
 from mhla_diffusion.evaluation.networks.extractors import efficientnet, random_network
 from mhla_diffusion.evaluation.networks.inception import FIDInception
 from mhla_diffusion.evaluation.picture_sets import open_pictures
@@ -234,6 +234,7 @@ def test_the_network_of_a_package_scores_offline():
     )
     assert 0 < result["values"]["fd"]["value"] < worse["values"]["fd"]["value"]
     near = result["values"]["nearest"]
+    assert any("between references" in line for line in as_lines(result))
     assert 0 < near["smallest"] <= near["value"] < 3 * near["reference_median"]
     copies = score(
         reference, open_pictures(pattern(14, 2)), PROTOCOLS["fd_efficientnet"], extractor=extractor
