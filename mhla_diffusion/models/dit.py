@@ -259,14 +259,15 @@ class MHLADiTTransformer2DModel(
         x = self.pos_embed(hidden_states)  # (B, N, C)
         embedder = self.transformer_blocks[0].norm1.emb
         conditioning = embedded(embedder, timestep, class_labels, x)  # (B, C)
-        for layer in self.transformer_blocks:
-            # A layer whose embedder is the first one's own module need not embed again.
-            shared = conditioning if layer.norm1.emb is embedder else None
-            arguments = (x, timestep, class_labels, grid, shared, cross_attention_kwargs)
-            if torch.is_grad_enabled() and self.gradient_checkpointing:
-                x = self._gradient_checkpointing_func(layer, *arguments)
-            else:
-                x = layer(*arguments)
+        with self.own_cache_context():
+            for layer in self.transformer_blocks:
+                # A layer whose embedder is the first one's own module need not embed again.
+                shared = conditioning if layer.norm1.emb is embedder else None
+                arguments = (x, timestep, class_labels, grid, shared, cross_attention_kwargs)
+                if torch.is_grad_enabled() and self.gradient_checkpointing:
+                    x = self._gradient_checkpointing_func(layer, *arguments)
+                else:
+                    x = layer(*arguments)
 
         shift, scale = self.proj_out_1(F.silu(conditioning)).unsqueeze(1).chunk(2, dim=2)
         x = self.proj_out_2(self.norm_out(x) * (1 + scale) + shift)  # (B, N, p p out_channels)

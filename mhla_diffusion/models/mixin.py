@@ -1,8 +1,9 @@
 """What each of our transformers adds to its stock class: other attention in chosen layers, and how weights travel."""
 
 import os
+import re
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -119,6 +120,11 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin):
         finally:
             self._cache_context_is_given = False
 
+    def own_cache_context(self) -> AbstractContextManager:
+        """A name for the call where a pipeline gives none, as it makes one a step, and a cache wants one."""
+        unnamed = self.is_cache_enabled and not self._cache_context_is_given
+        return self.cache_context("step") if unnamed else nullcontext()
+
     @classmethod
     def load_config(cls, pretrained_model_name_or_path, *args, **kwargs):
         # Diffusers would only say that there is no config.json.
@@ -183,7 +189,19 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin):
     def _load_pretrained_model(cls, model, *args, **kwargs):
         # `from_pretrained` leaves what the checkpoint lacks on the meta device: loading a stock model would
         # give mixing matrices without values. This is where they get their documented start.
-        loaded = super()._load_pretrained_model(model, *args, **kwargs)
+        try:
+            loaded = super()._load_pretrained_model(model, *args, **kwargs)
+        except (ValueError, RuntimeError) as error:
+            found = re.search(
+                r"mixing\.weight expected shape .*?(\[[\d, ]+\]).*?got .*?(\[[\d, ]+\])", str(error)
+            )
+            if found is None:
+                raise
+            raise ValueError(
+                f"the checkpoint's mixing matrices have the shape {found[2]}, mhla_block_grid="
+                f"{list(model.config.mhla_block_grid)} and the like want {found[1]}: `mhla convert FOLDER OUT "
+                "--block-grid ...` interpolates them"
+            ) from None
         missing, unexpected = loaded[1], loaded[2]
         if any(".base_layer." in key or ".lora_" in key for key in unexpected):
             raise ValueError(

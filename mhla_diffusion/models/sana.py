@@ -1,7 +1,5 @@
 """SANA with MHLA self-attention: the stock model's parts, keys and machinery, with another `attn1`."""
 
-from contextlib import nullcontext
-
 import torch
 from diffusers import CacheMixin, SanaTransformer2DModel
 from diffusers.configuration_utils import register_to_config
@@ -211,9 +209,7 @@ class MHLASanaTransformer2DModel(MHLAModelMixin, SanaTransformer2DModel, CacheMi
         patch = self.config.patch_size
         if height % patch or width % patch:
             raise ValueError(f"latents of {height}x{width} do not divide into patches of {patch}x{patch}")
-        # SANA's pipelines name no denoising call, they make one a step; caches that keep a state need a name.
-        unnamed = self.is_cache_enabled and not self._cache_context_is_given
-        with self.cache_context("step") if unnamed else nullcontext():
+        with self.own_cache_context():
             return super().forward(
                 hidden_states,
                 encoder_hidden_states,

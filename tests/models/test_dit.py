@@ -368,6 +368,15 @@ def test_a_value_outside_the_allowed_ones_is_refused_in_one_line(options, messag
     assert "\n" not in str(caught.value)
 
 
+def test_another_block_grid_than_the_saved_one_names_the_command(tmp_path):
+    model().save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"have the shape \[4, 4\], .*want \[9, 9\]: `mhla convert"
+    ) as caught:
+        MHLADiTTransformer2DModel.from_pretrained(tmp_path, mhla_block_grid=(3, 3))
+    assert "\n" not in str(caught.value)
+
+
 def test_an_unknown_option_in_a_config_is_refused(tmp_path):
     ours = model()
     ours.save_pretrained(tmp_path)

@@ -336,6 +336,22 @@ def test_a_cache_keeps_its_state_through_the_steps_and_loses_it_at_the_end(pipe)
     assert not close(draw(cached), plain)
 
 
+def test_the_stock_pipeline_caches_our_transformer_though_it_names_no_call():
+    many = stock_transformer(num_layers=3, num_embeds_ada_norm=1000)  # the null class that it takes
+    stock = stock_pipeline(stirred(convert(many, block_grid=(2, 2))))
+
+    def array():
+        return stock([1], num_inference_steps=4, generator=generator(0), output_type="np").images
+
+    plain = array()
+    stock.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    assert np.abs(array() - plain).max() < 1e-5
+    stock.transformer.disable_cache()
+    stock.transformer.enable_cache(FirstBlockCacheConfig(threshold=1e3))
+    first = array()
+    assert np.abs(first - plain).max() > 1e-5 and np.array_equal(array(), first)
+
+
 @pytest.mark.parametrize("name", DIT_SCHEDULERS)
 def test_named_schedulers_diffuse_as_dit_was_trained(name):
     scheduler = dit_scheduler(name)
