@@ -115,12 +115,21 @@ def test_an_index_that_names_the_stock_model_for_our_weights_is_refused(tmp_path
     one_line(caught)
 
 
+def test_a_folder_in_wans_own_layout_is_told_apart(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "WanModel", "dim": 24}))
+    (tmp_path / "diffusion_pytorch_model.safetensors").touch()
+    with pytest.raises(ValueError, match="in its original layout .*`mhla convert ") as caught:
+        MHLAWanPipeline.from_pretrained(tmp_path)
+    one_line(caught)
+
+
 def test_video_i_of_a_batch_equals_its_single_run_and_prompts_come_first(pipe):
     prompts = ["a red apple", "two", "blue whale on green"]
-    batch = make(pipe, prompts, num_videos_per_prompt=2, generator=[generator(seed) for seed in range(6)])
+    generators = [generator(seed) for seed in range(6)]
+    batch = make(pipe, prompts, negative_prompt="green", num_videos_per_prompt=2, generator=generators)
     assert batch.shape[0] == 6
     for index in range(6):
-        assert close(batch[index], make(pipe, prompts[index // 2], seed=index)[0])
+        assert close(batch[index], make(pipe, prompts[index // 2], negative_prompt="green", seed=index)[0])
         assert all(not close(batch[index], batch[other]) for other in range(index))
 
 

@@ -253,3 +253,24 @@ def test_the_layer_at_fault_is_found_in_a_compiled_or_offloaded_pipeline_on_the_
         pipe.transformer.compile()
     with pytest.raises(FloatingPointError, match=r"after step 1 of 4, first in transformer\.blocks\.1"):
         make(pipe)
+
+
+@pytest.mark.gpu
+@BOTH
+def test_model_offload_twice_with_shared_components_and_a_lora_loaded_behind_it(cls, tmp_path):
+    source = lora(tmp_path)
+    plain = pipeline(cls).to("cuda")
+    expected = make(plain)
+    plain.load_lora_weights(source)
+    with_lora = make(plain)
+    pipe = pipeline(cls)
+    pipe.enable_model_cpu_offload()
+    pipe.enable_model_cpu_offload()
+    assert (make(pipe) - expected).abs().max() < 1e-3
+    second = cls(**pipe.components)
+    second.set_progress_bar_config(disable=True)
+    second.enable_model_cpu_offload()
+    for used in (second, pipe):
+        assert (make(used) - expected).abs().max() < 1e-3
+    pipe.load_lora_weights(source)
+    assert (make(pipe) - with_lora).abs().max() < 1e-3
