@@ -194,10 +194,10 @@ def test_what_is_missing_can_be_left_out(folders, capsys):
         "--out",
         str(folders / "a.json"),
         "--metrics",
-        "fd",
+        "kid",
         "inception_score",
         "--limit",
-        "2",
+        "4",
         "--weights",
     ]
     part = [*base, f"inception={folders / 'part.safetensors'}"]
