@@ -37,6 +37,15 @@ def test_what_is_written_is_read_and_adms_names_are_kept(tmp_path, moments):
     assert check_reference(found, NETWORK, {"pool": 5, "spatial": 3}) == []
 
 
+def test_pytorch_fid_reads_ours(tmp_path, moments):
+    from pytorch_fid.fid_score import compute_statistics_of_path
+
+    write_statistics(tmp_path / "a.npz", moments, {"features": NETWORK})
+    mean, covariance = compute_statistics_of_path(str(tmp_path / "a.npz"), None, 1, 1, "cpu")
+    np.testing.assert_array_equal(mean, moments["pool"].mean.numpy())
+    np.testing.assert_array_equal(covariance, moments["pool"].covariance.numpy())
+
+
 def test_adms_file_is_read(tmp_path, moments):
     path = tmp_path / "adm.npz"
     pool = moments["pool"]
