@@ -29,7 +29,9 @@ def test_tuning_times_every_kernel_and_prints_the_best(tmp_path, monkeypatch, ca
     assert json.loads((tmp_path / "tune.json").read_text()) == json.loads(json.dumps(result))
     kernels, rows = tune_operator.kernels_of(TINY), result["kernels"]
     # The table's configuration, a candidate, and where registers can be limited that one with fewer of them.
-    assert [row["kernel"] for row in rows] == [name for name in kernels for _ in range(2 if "mix" in name else 3)]
+    assert [row["kernel"] for row in rows] == [
+        name for name in kernels for _ in range(2 if "mix" in name else 3)
+    ]
     assert [row["config"] == "table" for row in rows].count(True) == len(kernels) and not result["failures"]
     assert all(row["ms"] > 0 and row["difference"] <= 1e-5 and row["gb_per_s"] > 0 for row in rows)
     assert [row["choice"] for row in result["choices"]] == [{}, {"head_group": "1"}, {"head_group": "2"}]

@@ -237,7 +237,10 @@ def pair(rows: int = 0, columns: int = 0) -> dict[str, torch.Tensor]:
         ),
         (lambda: {"text_encoder.layer.lora_A.weight": torch.ones(2, 2)}, "text_encoder"),
         (lambda: pair(rows=2, columns=3), "2 of its 2 weights have no place"),
-        (lambda: pair(rows=2), r"1 of its 1 weights have no place .transformer.*lora_A.weight: its other half"),
+        (
+            lambda: pair(rows=2),
+            r"1 of its 1 weights have no place .transformer.*lora_A.weight: its other half",
+        ),
         (lambda: pair(columns=2), r"1 of its 1 weights have no place .transformer.*lora_B.weight"),
         (dict, "it is empty"),
     ],
