@@ -84,13 +84,16 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin):
         The products are of copies of the weights, which later changes do not reach: fuse LoRAs before. Saving writes
         the original weights.
         """
-        for module in self.modules():
-            if isinstance(module, GridSelfAttention):
-                if any(not isinstance(x, nn.Linear) for x in (module.to_q, module.to_k, module.to_v)):
-                    raise ValueError(
-                        "fuse_qkv_projections() copies plain linear layers: fuse_lora() and unload_lora() first"
-                    )
-                module.fuse_projections(fuse=True)
+        ours = [module for module in self.modules() if isinstance(module, GridSelfAttention)]
+        parts = [part for module in ours for part in (module.to_q, module.to_k, module.to_v)]
+        # Quantised layers are subclasses of the plain one, or keep their weights as another kind of tensor.
+        if any(type(part) is not nn.Linear or type(part.weight) is not nn.Parameter for part in parts):
+            raise ValueError(
+                "fuse_qkv_projections() copies plain linear layers: fuse_lora() and unload_lora() first, and quantise "
+                "afterwards"
+            )
+        for module in ours:
+            module.fuse_projections(fuse=True)
 
     def unfuse_qkv_projections(self) -> None:
         """Back to three products, and without the copies."""

@@ -180,6 +180,17 @@ def pairs(seed: int, rank: int = 2) -> dict[str, torch.Tensor]:
     return {f"transformer.{name}": torch.randn(x.shape, generator=draw) for name, x in made.items()}
 
 
+def test_only_plain_projections_are_fused():
+    class Quantised(torch.nn.Linear):
+        """As the 4 and 8 bit layers are."""
+
+    ours = model()
+    ours.transformer_blocks[1].attn1.to_k = Quantised(16, 16)
+    with pytest.raises(ValueError, match="copies plain linear layers"):
+        ours.fuse_qkv_projections()
+    assert not any(layer.attn1.fused_projections for layer in ours.transformer_blocks)
+
+
 @torch.no_grad()
 def test_a_lora_is_swapped_fused_and_refused_when_it_has_no_place():
     ours = stirred(model())
