@@ -75,6 +75,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.steps < 2:
         parser.error("--steps: give at least 2, the first compiles")
+    if args.device == "auto" and not torch.cuda.is_available():
+        parser.error("full sizes want a CUDA device; --device cpu --batch 1 tries a row out in minutes")
     began, rows = time.monotonic(), []
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for name, file, base, batch, settings in ROWS:

@@ -223,6 +223,11 @@ def _check_class_recipe(recipe: Recipe) -> None:
         raise ValueError(
             "recipe: a fresh [model.transformer] has the data's classes anyway; take out model.new_classes"
         )
+    if model.new_classes and model.train != "all":
+        raise ValueError(
+            f'recipe: model.train = "{model.train}" would leave the label embeddings of model.new_classes as they '
+            'start; write model.train = "all"'
+        )
 
 
 def build_components(recipe: Recipe) -> Components:

@@ -297,6 +297,10 @@ def test_new_classes_get_new_embeddings_and_the_null_class_stays(adapt, stock):
     assert (
         parts.transformer.transformer_blocks[1].norm1.emb is parts.transformer.transformer_blocks[0].norm1.emb
     )
+    with pytest.raises(ValueError, match='model.train = "mixing" would leave the label embeddings'):
+        build_components(
+            load_recipe(adapt(), [f"model.base={stock}", "model.new_classes=true", "model.train=mixing"])
+        )
     result = run(adapt(), [f"model.base={stock}", "model.new_classes=true", "run.steps=2"])
     pipe = mhla_diffusion.load_pipeline(result.pipeline)
     assert pipe.num_classes == 3 and pipe.labels["umbrella"] == 2
