@@ -7,6 +7,7 @@ import io
 import json
 import tarfile
 import zipfile
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
 CODECS = {".jpg": "jpeg", ".jpeg": "jpeg"}  # of the others the suffix is the name
 
 
-class PictureSet:
+class PictureSet(ABC):
     """Pictures of one source. `about` says what was read; sizes and colours are known after a pass.
 
     Args:
@@ -48,16 +49,16 @@ class PictureSet:
     def __len__(self) -> int:
         return self.count
 
+    @abstractmethod
     def listing(self) -> str:
         """sha256 that tells two sets apart without decoding them."""
-        raise NotImplementedError
 
     def name_of(self, index: int) -> str:
         return f"picture {index}"
 
+    @abstractmethod
     def read(self, start: int, end: int, step: int, batch_size: int, workers: int) -> Iterator[tuple]:
         """(indices, uint8 pictures (3, H, W) or what is wrong with them, modes) of each batch."""
-        raise NotImplementedError
 
     def batches(
         self, batch_size: int = 50, *, start: int = 0, step: int = 1, workers: int = 0
