@@ -1,0 +1,1 @@
+"""What attention matrices are like: rank, entropy and mixing coefficients, without N x N numbers in memory."""
