@@ -16,6 +16,8 @@ _HOME_OF = {
     "MHLASanaAttention": "mhla_diffusion.attention",
     "MHLASanaPipeline": "mhla_diffusion.pipelines.sana",
     "MHLASanaTransformer2DModel": "mhla_diffusion.models.sana",
+    "MHLASanaVideoAttention": "mhla_diffusion.sana_video_attention",
+    "MHLASanaVideoTransformer3DModel": "mhla_diffusion.models.sana_video",
     "MHLAWanAttention": "mhla_diffusion.wan_attention",
     "MHLAWanPipeline": "mhla_diffusion.pipelines.wan",
     "MHLAWanTransformer3DModel": "mhla_diffusion.models.wan",

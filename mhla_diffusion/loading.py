@@ -20,6 +20,7 @@ OUR_PIPELINES = {
 OUR_MODELS = {
     "MHLADiTTransformer2DModel": "mhla_diffusion.models.dit",
     "MHLASanaTransformer2DModel": "mhla_diffusion.models.sana",
+    "MHLASanaVideoTransformer3DModel": "mhla_diffusion.models.sana_video",
     "MHLAWanTransformer3DModel": "mhla_diffusion.models.wan",
 }
 

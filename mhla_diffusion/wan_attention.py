@@ -62,9 +62,9 @@ class AcrossHeadsNorm(nn.RMSNorm):
     """
 
     @classmethod
-    def of(cls, norm: nn.RMSNorm) -> "AcrossHeadsNorm":
-        """The same norm, on the same parameter."""
-        own = cls(norm.normalized_shape, eps=norm.eps, device="meta")
+    def of(cls, norm: nn.Module) -> "AcrossHeadsNorm":
+        """The same norm as a stock RMSNorm, on the same parameter."""
+        own = cls(norm.weight.shape, eps=norm.eps, device="meta")
         own.weight = norm.weight
         return own
 
@@ -81,11 +81,14 @@ class WanSelfAttentionMixin:
     """What both of our attentions in Wan share; comes first among the bases."""
 
     _convolution = NeutralConv3d
+    _model_name = "MHLAWanTransformer3DModel"  # whose rope says where the tokens are
 
     def adopt(self, stock: nn.Module) -> GridSelfAttention:
         """Use the projections of a stock attention (the very modules) and its norms (the very parameters)."""
         super().adopt(stock)
-        self.norm_q, self.norm_k = AcrossHeadsNorm.of(stock.norm_q), AcrossHeadsNorm.of(stock.norm_k)
+        for name in ("norm_q", "norm_k"):
+            norm = getattr(stock, name)
+            setattr(self, name, None if norm is None else AcrossHeadsNorm.of(norm))
         return self
 
     def forward(
@@ -107,7 +110,7 @@ class WanSelfAttentionMixin:
         if rotary_emb is None or len(rotary_emb) != len(WanPositions._fields):
             raise ValueError(
                 f"{type(self).__name__} needs the token grid: pass rotary_emb=model.rope(latents) of an "
-                "MHLAWanTransformer3DModel"
+                f"{self._model_name}"
             )
         # Offloading and context parallelism hand plain tuples on.
         return self.processor(self, hidden_states, WanPositions(*rotary_emb))
@@ -119,6 +122,10 @@ class WanSelfAttentionMixin:
         else:
             projected = (self.to_q(hidden_states), self.to_k(hidden_states), self.to_v(hidden_states))
         return tuple(x.unflatten(-1, (self.heads, -1)) for x in projected)
+
+    def operator_norm(self, norm: AcrossHeadsNorm | None) -> tuple[torch.Tensor, float] | None:
+        """A norm of queries or keys as the operator takes it: weight `(H, D)` and epsilon."""
+        return None if norm is None else (norm().unflatten(0, (self.heads, -1)), norm.eps)
 
 
 class MHLAWanAttnProcessor(MHLAAttnProcessor):
@@ -143,8 +150,8 @@ class MHLAWanAttnProcessor(MHLAAttnProcessor):
             normalizer=attn.normalizer,
             denominator_eps=attn.denominator_eps,
             rope=GridRope(positions.frequencies),
-            query_norm=(attn.norm_q().unflatten(0, (attn.heads, -1)), attn.norm_q.eps),
-            key_norm=(attn.norm_k().unflatten(0, (attn.heads, -1)), attn.norm_k.eps),
+            query_norm=attn.operator_norm(attn.norm_q),
+            key_norm=attn.operator_norm(attn.norm_k),
             norm_weight=attn.norm_out() if attn.norm_out is not None and not attn.norm_across_heads else None,
             norm_eps=NORM_OUT_EPS,
             backend=attn.backend,
@@ -207,11 +214,16 @@ class SoftmaxWanAttnProcessor(SoftmaxAttnProcessor):
     ) -> torch.Tensor:
         query, key, value = attn.project(hidden_states)
         query, key = (
-            rotated(norm(x.flatten(2)).unflatten(-1, (attn.heads, -1)), positions).to(value.dtype)
+            rotated(normed_across_heads(x, norm), positions).to(value.dtype)
             for norm, x in ((attn.norm_q, query), (attn.norm_k, key))
         )
         output = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
         return attn.project_out(attn.finish(output, hidden_states, value, positions.grid))
+
+
+def normed_across_heads(x: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:
+    """Queries or keys `(B, N, H, D)` behind their norm over all heads, if there is one."""
+    return x if norm is None else norm(x.flatten(2)).unflatten(-1, x.shape[2:])
 
 
 def rotated(x: torch.Tensor, positions: WanPositions) -> torch.Tensor:

@@ -20,6 +20,7 @@ RANK = {
     "ops": 1,
     "attention": 2,
     "wan_attention": 2,
+    "sana_video_attention": 2,
     "models": 3,
     "pipelines": 4,
     "loading": 4,

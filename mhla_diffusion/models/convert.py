@@ -11,6 +11,7 @@ from diffusers import (
     DiTTransformer2DModel,
     ModelMixin,
     SanaTransformer2DModel,
+    SanaVideoTransformer3DModel,
     WanTransformer3DModel,
 )
 from torch import nn
@@ -19,6 +20,7 @@ from .dit import MHLADiTTransformer2DModel
 from .mixin import MHLAModelMixin, clone_shared_tensors
 from .options import check_block_grid, chosen_layers
 from .sana import MHLASanaTransformer2DModel
+from .sana_video import MHLASanaVideoTransformer3DModel
 from .wan import MHLAWanTransformer3DModel
 
 
@@ -30,13 +32,11 @@ class Family(NamedTuple):
     numerics: dict[str, Any]
 
 
+# Plain relu features and this denominator: one block equals SANA's own linear attention.
+SANA_NUMERICS = {"mhla_feature_eps": 0.0, "mhla_denominator_eps": 1e-15}
 FAMILIES = (
-    # Plain relu features and this denominator: one block equals SANA's own linear attention.
-    Family(
-        SanaTransformer2DModel,
-        MHLASanaTransformer2DModel,
-        {"mhla_feature_eps": 0.0, "mhla_denominator_eps": 1e-15},
-    ),
+    Family(SanaTransformer2DModel, MHLASanaTransformer2DModel, SANA_NUMERICS),
+    Family(SanaVideoTransformer3DModel, MHLASanaVideoTransformer3DModel, SANA_NUMERICS),
     # DiT's attention is a softmax: no numerics of linear attention are to be kept.
     Family(DiTTransformer2DModel, MHLADiTTransformer2DModel, {}),
     Family(WanTransformer3DModel, MHLAWanTransformer3DModel, {}),
@@ -64,16 +64,16 @@ def convert(
     `pipe.transformer = convert(pipe.transformer, block_grid=(4, 4))` is all that a pipeline needs. A gate
     and a local convolution start neutral.
 
-    SANA's attention is linear already: its numerics are kept, so with one block, `block_grid=(1, 1)`, the
-    converted model equals the stock one (1e-5 relative in float32). DiT's attention is a softmax, which no
-    number of blocks reproduces: a converted DiT has the weights to start from and must be trained further;
+    SANA's attention is linear already: its numerics are kept, so with one block, `block_grid=(1, 1)`, or (1, 1, 1) in
+    SANA-Video, the converted model equals the stock one (1e-5 relative in float32). DiT's attention is a softmax,
+    which no number of blocks reproduces: a converted DiT has the weights to start from and must be trained further;
     layers that are not converted stay as they are. The same holds for Wan.
 
     Args:
-        model: a `SanaTransformer2DModel`, `DiTTransformer2DModel` or `WanTransformer3DModel`; it stays usable, and
-            shares its storage with the result.
+        model: a `SanaTransformer2DModel`, `SanaVideoTransformer3DModel`, `DiTTransformer2DModel` or
+            `WanTransformer3DModel`; it stays usable, and shares its storage with the result.
         block_grid: blocks per axis, (rows, columns) or for video (frames, rows, columns); counts, not sizes, so that
-            every resolution works. None: (4, 4), for Wan (3, 5, 10).
+            every resolution works. None: (4, 4), for video (3, 5, 10).
         layers: "all", a share such as "2/3" (layers 0, 3, 6, ... stay as they are), or the indices of the layers to
             convert.
         gate, local_conv, norm_out, normalizer, other_layers, and the mixing options: as the `mhla_` arguments of the
