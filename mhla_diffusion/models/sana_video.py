@@ -46,7 +46,7 @@ class MHLASanaVideoTransformerBlock(SanaVideoTransformerBlock):
         width: int | None = None,
         rotary_emb: WanPositions | None = None,
     ) -> torch.Tensor:
-        """The stock layer on tokens `(B, N, C)`, in raster order on frames x height x width, the grid of `rotary_emb`."""
+        """The stock layer on tokens `(B, N, C)`, in raster order on the grid of `rotary_emb`."""
         if not isinstance(self.attn1, GridSelfAttention):
             rotary_emb = tuple(rotary_emb[:2])  # all that the stock attention knows
         return super().forward(

@@ -1,7 +1,6 @@
 """MHLAWanTransformer3DModel: stock where MHLA is off, and what its formula says where it is on."""
 
 import inspect
-import json
 
 import pytest
 import tiny_wan
@@ -9,6 +8,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_checks import gradients, public
 from tiny_wan import (
     EVERYTHING,
     image_inputs,
@@ -38,11 +38,6 @@ KINDS = {
     ),
 }
 SHRUNK = pytest.mark.filterwarnings("ignore:the token grid holds only")
-
-
-def public(config) -> dict:
-    fields = {name: value for name, value in config.items() if not name.startswith("_")}
-    return json.loads(json.dumps(fields))  # tuples come back from a file as lists
 
 
 def test_every_stock_argument_has_the_stock_default():
@@ -253,12 +248,6 @@ def test_conversion_shares_every_tensor_and_is_undone_bit_for_bit():
     assert convert(stock).config.mhla_block_grid == [3, 5, 10]
     paper = convert(stock, normalizer="paper")
     assert (paper.config.mhla_normalizer, paper.config.mhla_norm_out) == ("paper", False)
-
-
-def gradients(target: torch.nn.Module, **inputs) -> dict[str, torch.Tensor]:
-    target.zero_grad()
-    run(target, **inputs).square().sum().backward()
-    return {name: p.grad.clone() for name, p in target.named_parameters() if p.grad is not None}
 
 
 def test_checkpointing_gives_the_same_gradients_also_with_a_frozen_base():
