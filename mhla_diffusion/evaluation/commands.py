@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from .diagnostics.commands import add_attention
 from .image_protocols import METRICS, PROTOCOLS
+from .text_image.commands import add_text_image_options
+from .text_image.protocols import TEXT_IMAGE_PROTOCOLS
 from .vbench.commands import add_vbench
 
 
@@ -20,6 +23,7 @@ def add_eval(commands, add_command: Callable, parser_class: type) -> None:
     add_stats(parts, add_command)
     add_list(parts, add_command)
     add_compare(parts, add_command)
+    add_attention(parts, add_command)
     add_vbench(parts, add_command, parser_class)
 
 
@@ -48,14 +52,14 @@ def add_run(parts, add_command: Callable) -> None:
         parts,
         "run",
         run_protocol,
-        "Compare a set of pictures with a reference, by a protocol of `mhla eval list`.",
+        "Score a set of pictures by a protocol of `mhla eval list`: against a reference, or against their prompts.",
         "A set is a folder, an .npz with arr_0 or a .tar; a reference may also be an .npz of statistics, ours or "
         "ADM's. Exit status: 2 a mistake, nothing was computed; 3 weights are missing.",
     )
     add = parser.add_argument
-    add("protocol", metavar="PROTOCOL", help=", ".join(PROTOCOLS))
+    add("protocol", metavar="PROTOCOL", help=", ".join((*PROTOCOLS, *TEXT_IMAGE_PROTOCOLS)))
     add("--samples", required=True, metavar="SET", help="what is scored")
-    add("--reference", required=True, metavar="SET", help="real pictures, or their statistics")
+    add("--reference", metavar="SET", help="real pictures, or their statistics")
     add("--samples-split", metavar="NAME", help="of a .tar")
     add("--reference-split", metavar="NAME", help="of a .tar, for example train")
     add("--metrics", nargs="+", choices=METRICS, help="only these")
@@ -64,6 +68,7 @@ def add_run(parts, add_command: Callable) -> None:
     add("--seed", type=int, default=0, help="of KID's subsets (default: %(default)s)")
     add("--out", default="outputs/eval.json", metavar="FILE", help="JSON (default: %(default)s)")
     add_options(parser)
+    add_text_image_options(parser)
 
 
 def check_numbers(args: argparse.Namespace) -> None:
@@ -91,8 +96,14 @@ def progress_bar(total: int):
 def run_protocol(args: argparse.Namespace) -> int:
     from .image_protocols import find_protocol
 
-    protocol = find_protocol(args.protocol)
     check_numbers(args)
+    if args.protocol in TEXT_IMAGE_PROTOCOLS:
+        return run_with_prompts(args)
+    protocol = find_protocol(args.protocol, TEXT_IMAGE_PROTOCOLS)
+    if args.reference is None:
+        raise ValueError(f"protocol {protocol.name} compares with real pictures: give --reference SET")
+    if args.prompts or args.random_weights or args.clip_model or args.clip_pretrained:
+        raise ValueError(f"protocol {protocol.name} reads no prompts and no CLIP: leave those options out")
 
     from .image_scores import as_lines, score, write_result
     from .picture_sets import holds_pictures
@@ -129,6 +140,19 @@ def run_protocol(args: argparse.Namespace) -> int:
         print(f"mhla: {note}", file=sys.stderr)
     print(f"{args.out} written")
     return 0
+
+
+def run_with_prompts(args: argparse.Namespace) -> int:
+    from .text_image.commands import run_text_image
+
+    protocol = TEXT_IMAGE_PROTOCOLS[args.protocol]
+    for option in ("reference", "reference_split", "metrics", "floor", "skip_missing"):
+        if getattr(args, option):
+            raise ValueError(
+                f"protocol {protocol.name} scores pictures against their prompts: leave "
+                f"--{option.replace('_', '-')} out"
+            )
+    return run_text_image(args, protocol, opened(args, args.samples, args.samples_split), progress_bar)
 
 
 def add_stats(parts, add_command: Callable) -> None:
@@ -197,7 +221,7 @@ def run_list(args: argparse.Namespace) -> int:
     from .faults import MissingWeights
     from .networks.weight_files import find_weights
 
-    for protocol in PROTOCOLS.values():
+    for protocol in (*PROTOCOLS.values(), *TEXT_IMAGE_PROTOCOLS.values()):
         print(f"{protocol.name:16} {protocol.summary} ({', '.join(protocol.metrics)})")
         for role in protocol.roles:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # Metric -> tap of the network it reads, and whether more is better (None: neither).
@@ -77,12 +78,13 @@ PROTOCOLS = {
 }  # fmt: skip
 
 
-def find_protocol(name: str) -> ImageProtocol:
-    """Raises ValueError, naming the nearest, for an unknown one."""
+def find_protocol(name: str, more: Iterable[str] = ()) -> ImageProtocol:
+    """Raises ValueError, naming the nearest of these and `more`, for an unknown one."""
     if name in PROTOCOLS:
         return PROTOCOLS[name]
     import difflib
 
-    near = difflib.get_close_matches(name, PROTOCOLS, n=1)
+    names = (*PROTOCOLS, *more)
+    near = difflib.get_close_matches(name, names, n=1)
     hint = f", did you mean {near[0]}?" if near else ""
-    raise ValueError(f"no protocol is called {name!r}{hint} They are {', '.join(PROTOCOLS)}")
+    raise ValueError(f"no protocol is called {name!r}{hint} They are {', '.join(names)}")

@@ -263,6 +263,7 @@ class Tar(PictureSet):
         if not self.keys:
             raise ValueError(f"{path} holds no pictures: give another file")
         self.encoded = [pictures[key][1] for key in self.keys]
+        self.records = [records.get(key, {}) for key in self.keys]
         super().__init__(f"{path}" + (f", split {split}" if split else ""), len(self.keys), **options)
         self.codecs = dict(Counter(CODECS.get(s, s[1:]) for s in (pictures[key][0] for key in self.keys)))
 

@@ -7,6 +7,7 @@ each must see other pictures: PyTorch's DistributedSampler repeats some to fill 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from ..networks.extractors import Extractor
+from ..networks.image_text import ImageTextModel
+from .clip_score import ClipEstimate, cosines, estimate
 from .frechet import frechet_distance
 from .inception_score import ScoreEstimate, inception_score
 from .kernel import KernelEstimate, clip_discrepancy, kernel_distance
@@ -241,3 +244,39 @@ class InceptionScore(PictureSetMetric):
     def compute(self) -> ScoreEstimate:
         logits = self.logits if isinstance(self.logits, Tensor) else torch.cat(self.logits)
         return inception_score(logits, **self.settings)
+
+
+class ClipScore(Metric):
+    """CLIP score of pictures and their captions, `update(pictures, captions)`; `compute` gives a `ClipEstimate`.
+
+    Args:
+        model: what embeds them; None when `update` is given two sets of embeddings `(N, width)`.
+        long_prompts: as `clip_score`.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+    higher_is_better = True
+    plot_lower_bound, plot_upper_bound = -100.0, 100.0
+
+    def __init__(self, model: ImageTextModel | None = None, *, long_prompts: str = "truncate", **kwargs: Any):
+        super().__init__(**kwargs)
+        self.model, self.long_prompts = model, long_prompts
+        self.add_state("cosines", [], dist_reduce_fx="cat")
+        self.add_state("truncated", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, pictures: Tensor, captions: Sequence[str] | Tensor) -> None:
+        if self.model is None:
+            values = cosines(pictures, captions)
+        else:
+            if len(pictures) != len(captions):
+                raise ValueError(f"{len(pictures)} pictures and {len(captions)} captions: give one for each")
+            texts = self.model.encode_texts(captions, self.long_prompts)
+            values = cosines(self.model.encode_images(pictures), texts.features)
+            self.truncated += texts.truncated
+        self.cosines.append(values.detach().to(self.device))
+
+    def compute(self) -> ClipEstimate:
+        parts = self.cosines
+        values = parts if isinstance(parts, Tensor) else torch.cat(parts) if parts else torch.zeros(0)
+        return estimate(values, int(self.truncated))

@@ -63,6 +63,16 @@ ROLES = {
         advice="give a folder in transformers' layout, for example a copy of openai/clip-vit-large-patch14-336, with "
         "--weights clip-image=path/to/clip-vit-large-patch14-336",
     ),
+    "clip": Role(
+        (
+            "open_clip_config.json",
+            "config.json",
+            "ViT-L-14.pt",
+            "open_clip_model.safetensors",
+        ),
+        advice="give OpenAI's ViT-L-14.pt, a file of open_clip's, or a folder in transformers' layout (a copy of "
+        "openai/clip-vit-large-patch14) with --weights clip=path/to/ViT-L-14.pt",
+    ),
     "vbench-prompts": Role(
         ("VBench_full_info.json",),
         ("vbench", "VBench_full_info.json"),
@@ -117,7 +127,7 @@ def find_weights(name: str, given: str | os.PathLike | None = None) -> Found:
             path = Path(root).expanduser() / name / file
             searched.append(f"{path} (${WEIGHTS_VARIABLE})")
             if path.is_file():
-                return Found(path.parent if file == "config.json" else path, f"${WEIGHTS_VARIABLE}")
+                return Found(path.parent if file.endswith("config.json") else path, f"${WEIGHTS_VARIABLE}")
     if not os.environ.get(WEIGHTS_VARIABLE):
         searched.append(f"${WEIGHTS_VARIABLE}/{name}/ (not set)")
     if path := file_of_package(role):

@@ -1,0 +1,1 @@
+"""Scores of pictures against the captions they were drawn from."""

@@ -1,0 +1,80 @@
+"""CLIP score of a set of pictures, ready for JSON."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+
+import torch
+
+from ...provenance import DISTRIBUTIONS, versions
+from ..image_scores import SCHEMA
+from ..metrics.clip_score import SCALE, cosines, estimate
+from ..networks.image_text import ImageTextModel
+from ..picture_sets import PictureSet
+from .prompts import Prompts
+from .protocols import TextImageProtocol
+
+
+def score_captions(
+    samples: PictureSet,
+    prompts: Prompts,
+    protocol: TextImageProtocol,
+    model: ImageTextModel,
+    *,
+    long_prompts: str = "truncate",
+    batch_size: int = 50,
+    workers: int = 0,
+    progress: Callable[[int], object] = lambda count: None,
+) -> dict:
+    """The result, with the schema of `image_scores.score`.
+
+    Raises ValueError as `PictureSet.batches` and `ImageTextModel` do; nothing was written then.
+    """
+    notes = list(model.notes)
+    if protocol.count and len(samples) != protocol.count:
+        notes.append(
+            f"{len(samples)} pictures, {protocol.name} has {protocol.count}: not comparable with published numbers"
+        )
+    started, done, cut, found = time.perf_counter(), 0, 0, []
+    for batch in samples.batches(batch_size, workers=workers):
+        texts = model.encode_texts(prompts.texts[done : done + len(batch)], long_prompts)
+        found.append(cosines(model.encode_images(batch), texts.features).cpu())
+        cut += texts.truncated
+        done += len(batch)
+        progress(len(batch))
+    result = estimate(torch.cat(found), cut)
+    if cut:
+        notes.append(f"{cut} prompts are longer than {model.context} tokens and were cut, the end token kept")
+    if abs(model.about["logit_scale"] / SCALE - 1) > 1e-3:
+        notes.append(
+            f"the model's own scale is {model.about['logit_scale']:.4g}; scores are {SCALE:g} x cosine"
+        )
+    row = {"n": result.count, "higher_is_better": True}
+    where = model.device
+    return {
+        "schema_version": SCHEMA,
+        "protocol": protocol.name,
+        "values": {
+            "clip_score": row
+            | {"value": float(result.score), "std": float(result.std), "scale": f"{SCALE:g} x cosine"},
+            "clip_cosine": row
+            | {"value": float(result.cosine), "std": float(result.std) / SCALE, "scale": "cosine"},
+        },
+        "skipped": {},
+        "warnings": notes,
+        "features": model.about,
+        "inputs": {
+            "samples": samples.about(),
+            "prompts": prompts.about | {"truncated": cut, "longest": model.context},
+        },
+        "settings": {"long_prompts": long_prompts, "batch_size": batch_size, "clamped": False},
+        "environment": {
+            "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
+            "precision": "float32 features, float64 cosines",
+            "versions": versions((*DISTRIBUTIONS, "torchmetrics", "open_clip_torch")),
+            "date": datetime.date.today().isoformat(),
+        },
+        "timings": {"features_seconds": round(time.perf_counter() - started, 3)},
+    }
