@@ -298,6 +298,7 @@ def add_bench_model(parts) -> None:
         "models only try the program out.",
     )
     add = parser.add_argument
+    add("--model", metavar="images|wan-1.3b", help="whose rows (default: those that --rows names, or images)")
     add("--rows", nargs="+", default=[], metavar="TEXT", help="only the rows whose name holds one of these")
     add("--list", action="store_true", help="only print the rows' names")
     add(
@@ -311,19 +312,21 @@ def add_bench_model(parts) -> None:
         help="mode of torch.compile (default: %(default)s)")  # fmt: skip
     add("--fuse-qkv", action="store_true", help="ours with fused projections in forward passes")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    add("--out", default="outputs/image_models.json", metavar="FILE", help="JSON (default: %(default)s)")
+    add("--out", metavar="FILE", help="JSON (default: outputs/image_models.json, of Wan outputs/wan.json)")
 
 
 def run_bench_model(args: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from mhla_diffusion.evaluation.bench_model import chosen, run
+    from mhla_diffusion.evaluation.bench_model import chosen, default_out, run
 
     if args.list:
-        print("\n".join(case.name for case in chosen(args.rows)))
+        print("\n".join(case.name for case in chosen(args.rows, args.model)))
         return 0
+    out = args.out or default_out(args.rows, args.model)
     run(
-        Path(args.out),
+        Path(out),
+        model=args.model,
         rows=args.rows,
         minutes=args.minutes,
         device=args.device,
@@ -332,7 +335,7 @@ def run_bench_model(args: argparse.Namespace) -> int:
         profile=args.profile,
         seconds=args.seconds,
     )
-    print(f"{args.out} written")
+    print(f"{out} written")
     return 0
 
 

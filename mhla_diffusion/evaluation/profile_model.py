@@ -23,6 +23,7 @@ PARTS = {
     ".attn1.mixing": "mixing matrix",
     ".attn2": "cross-attention",
     ".ff": "feed-forward",
+    ".ffn": "feed-forward",
 }
 REST = "norms, modulation, residuals, embeddings"
 MARK = "part of the model: "

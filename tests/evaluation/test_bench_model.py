@@ -7,8 +7,10 @@ import torch
 from tiny_sana import stock_transformer, transformer_inputs
 
 from mhla_diffusion.cli import main
-from mhla_diffusion.evaluation import bench_model
-from mhla_diffusion.evaluation.bench_model import CASES, chosen, floor_of, run, step_milliseconds
+from mhla_diffusion.evaluation import bench_model, image_rows
+from mhla_diffusion.evaluation.bench_model import chosen, default_out, run
+from mhla_diffusion.evaluation.image_rows import CASES, floor_of
+from mhla_diffusion.evaluation.model_steps import in_turns, step_milliseconds
 from mhla_diffusion.models.convert import convert
 
 KEYS = {"name", "model", "size", "batch", "mode", "direction", "ours_ms", "stock_ms", "floor_ms", "peak_gb"}
@@ -27,6 +29,8 @@ def test_the_rows_are_the_models_sizes_modes_and_directions():
     }
     with pytest.raises(ValueError, match="no row's name holds 'flux'"):
         chosen(["flux"])
+    assert chosen([]) == CASES and chosen(["eager"])[0].family == "sana"
+    assert default_out(["sana"]) == default_out([]) == "outputs/image_models.json"
 
 
 @pytest.mark.parametrize("name", ["sana-0.6B-1024/forward/eager", "sana-0.6B-1024/forward/compiled"])
@@ -76,7 +80,7 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch):
     def fails_at_the_floor(*_):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(bench_model, "floor_of", fails_at_the_floor)
+    monkeypatch.setattr(image_rows, "floor_of", fails_at_the_floor)
     third = "dit-XL/2-512/train/eager"
     (row,) = [
         row for row in run(out, rows=[third], device="cpu", seconds=0.01)["rows"] if row["name"] == third
@@ -112,6 +116,18 @@ def test_the_median_counts_whole_steps():
     calls = []
     assert step_milliseconds(lambda: calls.append(0), CPU, 0.001) >= 0
     assert len(calls) > 6
+
+
+def test_calls_take_turns_and_each_round_begins_with_another():
+    order = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    times = in_turns(calls, dict.fromkeys("abc", 5.0), CPU, 0.0)
+    assert {name: len(each) for name, each in times.items()} == {"a": 3, "b": 3, "c": 3}
+    assert "".join(order) == "abcbcacab"
+    order.clear()
+    in_turns(calls, {"a": 400.0, "b": 150.0, "c": 1.0}, CPU, 1e-6)
+    assert order.count("a") == order.count("b") == order.count("c") == 3
+    assert in_turns({}, {}, CPU, 0.0) == {}
 
 
 def test_the_command(tmp_path, capsys):

@@ -1,0 +1,205 @@
+"""Rows of image models: ours beside stock and the floor, on the same weights, one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import diffusers
+import torch
+from diffusers.models.attention_processor import Attention
+
+from ..models.convert import convert
+from ..models.dit_presets import dit_config
+from ..models.sana_presets import sana_config
+from .model_steps import How, Step, released, step_milliseconds, time_and_peak
+
+__all__ = ["CASES", "Case", "floor_of"]
+
+VARIANTS = ("stock", "ours", "floor")
+PROFILED = ("stock", "ours")
+CAPTION_TOKENS = 300
+
+
+class Case(NamedTuple):
+    """One row. target: ours over stock, compiled, as aimed at."""
+
+    family: str  # sana or dit
+    model: str
+    size: int
+    batch: int
+    block_grid: tuple[int, int]
+    direction: str = "forward"
+    mode: str = "compiled"
+    target: float | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-{self.model}-{self.size}/{self.direction}/{self.mode}"
+
+    @property
+    def title(self) -> str:
+        return f"{'SANA' if self.family == 'sana' else 'DiT'}-{self.model}"
+
+
+# The settings of the paper's models: guidance runs SANA with two items; blocks of 64 to 256 tokens.
+FORWARD = [
+    Case("sana", "0.6B", 1024, 2, (4, 4), target=0.90),
+    Case("sana", "0.6B", 2048, 2, (8, 8), target=0.87),
+    Case("sana", "0.6B", 4096, 2, (8, 8), target=0.82),
+    Case("dit", "XL/2", 512, 16, (4, 4), target=0.86),
+    Case("dit", "XL/2", 256, 32, (4, 4), target=1.0),
+]
+TRAIN = [
+    Case("dit", "XL/2", 512, 16, (4, 4), "train", target=0.90),
+    Case("dit", "S/2", 512, 32, (4, 4), "train"),
+]
+# What there is a target for comes first: a run that is cut short leaves the others out.
+CASES = [case._replace(mode=mode) for mode in ("compiled", "eager") for case in (*FORWARD, *TRAIN)]
+
+# On a CPU the same program runs on models that are small in every way.
+TINY = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 8, "sample_size": 8}
+TINY_SANA = {
+    "num_cross_attention_heads": 2,
+    "cross_attention_head_dim": 8,
+    "cross_attention_dim": 16,
+    "caption_channels": 16,
+}
+
+
+def stock_model(case: Case, device: torch.device, tiny: bool) -> torch.nn.Module:
+    """The stock transformer with weights of one size everywhere: a fresh DiT would multiply zeros."""
+    if case.family == "sana":
+        cls, config = diffusers.SanaTransformer2DModel, sana_config(case.model, case.size)
+        config |= TINY | TINY_SANA if tiny else {}
+    else:
+        cls, config = diffusers.DiTTransformer2DModel, dit_config(case.model, case.size)
+        config |= TINY if tiny else {}
+    with device:
+        model = cls(**config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.02)
+    return model
+
+
+def model_inputs(case: Case, config, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Arguments of one forward pass, drawn by a fixed seed."""
+    draw = torch.Generator(device).manual_seed(0)
+    side = config.sample_size
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw, device=device).to(dtype)
+
+    inputs = {
+        "hidden_states": random(case.batch, config.in_channels, side, side),
+        "timestep": torch.linspace(20, 980, case.batch, device=device).long(),
+    }
+    if case.family == "dit":
+        labels = torch.arange(case.batch, device=device) % config.num_embeds_ada_norm
+        return inputs | {"class_labels": labels}
+    return inputs | {
+        "encoder_hidden_states": random(case.batch, CAPTION_TOKENS, config.caption_channels),
+        "encoder_attention_mask": torch.ones(case.batch, CAPTION_TOKENS, device=device),
+    }
+
+
+def floor_of(model: torch.nn.Module) -> torch.nn.Module:
+    """The converted model itself, with q + k + v in the place of MHLA in every layer that has it."""
+
+    def sum_of_projections(processor, attn, hidden_states: torch.Tensor, *grid, **options) -> torch.Tensor:
+        query, key, value = attn.project(hidden_states)
+        return attn.project_out(query + key + value)
+
+    for module in model.modules():
+        if isinstance(module, Attention) and hasattr(module, "mixing"):
+            kind = type(module.processor)
+            summing = type(f"Summing{kind.__name__}", (kind,), {"__call__": sum_of_projections})
+            module.set_processor(summing())
+    return model
+
+
+def variant_of(stock: torch.nn.Module, variant: str, case: Case, fuse_qkv: bool) -> torch.nn.Module:
+    if variant == "stock":
+        return stock
+    ours = convert(stock, block_grid=case.block_grid)
+    if fuse_qkv and case.direction == "forward":  # training would not reach the fused copies
+        ours.fuse_qkv_projections()
+    return floor_of(ours) if variant == "floor" else ours
+
+
+def steps(case: Case, variants: Sequence[str], how: How) -> Iterator[tuple]:
+    """(variant, step) of each variant on the same weights; a step is freed before the next one is built."""
+    device, dtype, tiny = how.device, how.dtype, how.tiny
+    case = case._replace(batch=min(case.batch, 2)) if tiny else case
+    stock = stock_model(case, device, tiny)
+    if case.direction == "forward":
+        torch.nn.Module.to(stock, dtype)  # without the notice of ModelMixin.to about modules kept in float32
+    inputs = model_inputs(case, stock.config, device, dtype)
+    for variant in variants:
+        step = Step(
+            variant_of(stock, variant, case, how.fuse_qkv),
+            inputs,
+            dtype,
+            training=case.direction == "train",
+            compiled="whole" if case.mode == "compiled" else None,
+            mode=how.compile_mode,
+        )
+        yield variant, step
+        del step
+        stock.zero_grad(set_to_none=True)
+        released(device)
+
+
+PEAKS = {"stock": "stock_peak_gb", "ours": "peak_gb"}
+
+
+def new_row(case: Case) -> dict:
+    times = {f"{variant}_ms": None for variant in ("ours", "stock", "floor")}
+    return row_head(case) | times | {"peak_gb": None, "stock_peak_gb": None}
+
+
+def missing(row: dict) -> list[str]:
+    return [variant for variant in VARIANTS if row[f"{variant}_ms"] is None]
+
+
+def measure(case: Case, row: dict, write: Callable[[], None], how: How) -> None:
+    """Fill in what the row lacks; `write` is called after each variant, since compiling one takes minutes."""
+    for variant, step in steps(case, missing(row), how):
+        row[f"{variant}_ms"] = step_milliseconds(step, how.device, how.seconds)
+        if variant in PEAKS:
+            row[PEAKS[variant]] = time_and_peak(step, how.device)[1]
+        write()
+        del step
+
+
+def row_head(case: Case) -> dict:
+    return {
+        "name": case.name,
+        "model": case.title,
+        "size": case.size,
+        "batch": case.batch,
+        "mode": case.mode,
+        "direction": case.direction,
+    }
+
+
+def as_line(row: dict, case: Case) -> str:
+    line = f"{row['name']}: ours {row['ours_ms']:.2f} ms, stock {row['stock_ms']:.2f}, floor {row['floor_ms']:.2f}, "
+    line += f"ratio {row['ours_ms'] / row['stock_ms']:.3f}"
+    line += f" (target {case.target})" if case.target is not None and row["mode"] == "compiled" else ""
+    if row["peak_gb"] is not None:
+        line += f", peak {row['peak_gb']:.2f} GB, stock {row['stock_peak_gb']:.2f}"
+    return line
+
+
+def settings_of(how: How) -> dict:
+    return {
+        "dtype": str(how.dtype).removeprefix("torch."),
+        "training": "AdamW, float32 weights, autocast to dtype, no gradient checkpointing",
+        "compile": f"whole model, mode {how.compile_mode}",
+        "ours": "fuse_qkv_projections() in forward passes" if how.fuse_qkv else "as converted",
+        "block_grids": {f"{case.title} {case.size}": list(case.block_grid) for case in CASES},
+        "tiny": how.tiny,
+    }
