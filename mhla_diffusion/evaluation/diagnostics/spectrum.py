@@ -6,13 +6,14 @@
     stable_rank          sum s^2 / s_1^2
 
 Small matrices, and large ones with a small core, get all singular values. For the others sums over the spectrum are
-estimated by stochastic Lanczos quadrature (Ubaru, Chen, Saad, SIAM J. Matrix Anal. Appl. 2017), with standard errors.
+estimated by stochastic Lanczos quadrature (Ubaru, Chen, Saad, SIAM J. Matrix Anal. Appl. 2017) behind the leading
+singular values, which are computed (the idea of Hutch++, Meyer et al., SOSA 2021), with standard errors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,9 @@ from .matrices import AttentionMatrix
 
 EXACT_LIMIT = 4096  # side of the largest matrix whose singular values are all computed
 SMALLEST_THRESHOLD = 1e-7  # rounding of float32 queries and keys already reaches this far
+LEADING = 32  # singular values that an estimate computes by themselves
+LEADING_PASSES = 6
+NOT_FINITE = "attention is not finite here: the model computes NaN or infinities, try --dtype float32"
 SINGLE = torch.finfo(torch.float32).eps
 
 
@@ -84,9 +88,7 @@ def spectrum(
 
 def singular_values(core: Tensor) -> Tensor:
     if not torch.isfinite(core).all():
-        raise ValueError(
-            "attention is not finite here: the model computes NaN or infinities, try --dtype float32"
-        )
+        raise ValueError(NOT_FINITE)
     return torch.linalg.svdvals(core)
 
 
@@ -113,17 +115,27 @@ def of_singular_values(s: Tensor, threshold: float, thresholds: Sequence[float] 
     )
 
 
-def bidiagonals(
-    matrix: AttentionMatrix, probes: int, steps: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Golub-Kahan bidiagonalisation from `probes` random sign vectors, each orthogonalised twice against all before.
+def leading(matrix: AttentionMatrix, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The largest singular values `(count,)` and right singular vectors `(N, count)`, by subspace iteration.
 
-    Returns the diagonals `(probes, steps)` and superdiagonals `(probes, steps - 1)`.
+    They carry most of a matrix that is nearly of rank one, as attention often is: probes that still held them would
+    scatter by their size, and what is small would drown.
     """
-    shape = (matrix.tokens, probes)
-    signs = torch.randint(0, 2, shape, generator=generator).to(matrix.device, torch.float64) * 2 - 1
-    v = signs / matrix.tokens**0.5
-    rights, lefts = v[None], v.new_empty(0, *shape)
+    shape = (matrix.tokens, min(count + 8, matrix.tokens))
+    basis = torch.randn(shape, generator=generator, dtype=torch.float64).to(matrix.device)
+    for _ in range(LEADING_PASSES):
+        basis = torch.linalg.qr(matrix.transposed_times(matrix.times(basis))).Q
+    _, s, rows = torch.linalg.svd(matrix.times(basis), full_matrices=False)
+    return s[:count], (basis @ rows.mT)[:, :count]
+
+
+def bidiagonals(matrix: AttentionMatrix, starts: Tensor, known: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Golub-Kahan bidiagonalisation from unit vectors `starts` `(N, probes)`, orthogonal to `known` `(N, r)`.
+
+    Each vector is orthogonalised twice against all before. Returns the diagonals `(probes, steps)` and superdiagonals
+    `(probes, steps - 1)`.
+    """
+    rights, lefts = starts[None], starts.new_empty(0, *starts.shape)
     diagonal, above = [], []
 
     def fresh(x: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,16 +147,17 @@ def bidiagonals(
         length = torch.where(length > 1e-13 * before, length, 0.0)
         return torch.where(length > 0, x / length.clamp(min=torch.finfo(x.dtype).tiny), 0.0), length
 
+    v = starts
     for step in range(steps):
         u, length = fresh(matrix.times(v), lefts)
         lefts = torch.cat((lefts, u[None]))
         diagonal.append(length)
         if step + 1 < steps:
-            v, length = fresh(matrix.transposed_times(u), rights)
+            v = matrix.transposed_times(u)
+            v, length = fresh(v - known @ (known.T @ v), rights)
             rights = torch.cat((rights, v[None]))
             above.append(length)
-    none = v.new_empty(0, probes)
-    return torch.stack(diagonal).T, (torch.stack(above) if above else none).T
+    return torch.stack(diagonal).T, torch.stack(above).T
 
 
 def estimated(
@@ -155,40 +168,52 @@ def estimated(
     steps: int,
     seed: int,
 ) -> Spectrum:
-    """Figures by quadrature: `tr f(A^T A) = N mean_p sum_i w_pi f(s_pi^2)` with nodes s and weights w of each probe.
+    """Figures by the leading values V, and quadrature of the rest: with P = 1 - V V^T and random signs z_p,
 
-    The sum of squares is exact, and that of fourth powers where the matrix can give it.
+        tr f(A^T A) = sum_leading f(s^2) + mean_p |P z_p|^2 sum_i w_pi f(s_pi^2)
+
+    with nodes s and weights w of each probe. The sum of squares is exact, and that of fourth powers where the matrix
+    can give it.
     """
     if probes < 2 or steps < 2:
         raise ValueError(f"probes={probes}, steps={steps}: give at least 2 of both, 16 and 64 are usual")
-    steps = min(steps, matrix.tokens)
-    diagonal, above = bidiagonals(matrix, probes, steps, torch.Generator().manual_seed(seed))
-    small = torch.diag_embed(diagonal) + torch.diag_embed(above, offset=1)
-    if not torch.isfinite(small).all():
-        raise ValueError(
-            "attention is not finite here: the model computes NaN or infinities, try --dtype float32"
-        )
-    _, nodes, right = torch.linalg.svd(small.cpu())
-    weights = right[:, :, 0].square()  # (probes, steps): how much of each probe lies in the node's direction
-    largest = float(nodes.max())
-    s = nodes / largest
+    draw = torch.Generator().manual_seed(seed)
+    try:
+        first, known = leading(matrix, min(LEADING, matrix.tokens // 4), draw)
+        signs = torch.randint(0, 2, (matrix.tokens, probes), generator=draw).to(known) * 2 - 1
+        signs = signs - known @ (known.T @ signs)
+        size = signs.square().sum(dim=0).cpu()  # |P z_p|^2
+        diagonal, above = bidiagonals(matrix, signs / signs.norm(dim=0), known, min(steps, matrix.tokens))
+        small = torch.diag_embed(diagonal) + torch.diag_embed(above, offset=1)
+        _, nodes, right = torch.linalg.svd(small.cpu())
+    except torch.linalg.LinAlgError:
+        raise ValueError(NOT_FINITE) from None
+    if not (torch.isfinite(nodes).all() and torch.isfinite(first).all()):
+        raise ValueError(NOT_FINITE)
+    weights = size[:, None] * right[:, :, 0].square()  # (probes, steps)
+    largest = max(float(first.max()), float(nodes.max())) if len(first) else float(nodes.max())
+    if largest == 0:
+        return of_singular_values(first, threshold, thresholds)
+    s, first = nodes / largest, first.cpu() / largest
 
-    def traced(values: Tensor) -> tuple[float, float]:
-        """Sum over the spectrum and its standard error, from values at the nodes."""
-        each = matrix.tokens * (weights * values).sum(dim=1)
+    def traced(f: Callable[[Tensor], Tensor]) -> Tensor:
+        """`(probes,)`: each probe's estimate of the sum of f over all singular values."""
+        return f(first).sum() + (weights * f(s)).sum(dim=1)
+
+    def mean_and_error(each: Tensor) -> tuple[float, float]:
         return float(each.mean()), float(each.std() / probes**0.5)
 
-    counts = {value: traced((s > value).double()) for value in (threshold, *thresholds)}
+    counts = {v: mean_and_error(traced(lambda x, v=v: (x > v).double())) for v in (threshold, *thresholds)}
     squares = matrix.squares() / largest**2
     exact_fourth = matrix.fourth_powers()
-    fourth, fourth_error = traced(s**4) if exact_fourth is None else (exact_fourth / largest**4, 0.0)
+    fourth = mean_and_error(traced(lambda x: x**4))
+    fourth = fourth if exact_fourth is None else (exact_fourth / largest**4, 0.0)
     # exp(H(s / S)) = S exp(-T / S) with S = sum s, T = sum s log s: the error follows from both sums of each probe.
-    sums = matrix.tokens * (weights * s).sum(dim=1)
-    logs = matrix.tokens * (weights * torch.special.xlogy(s, s)).sum(dim=1)
+    sums, logs = traced(lambda x: x), traced(lambda x: torch.special.xlogy(x, x))
     total, slope = sums.mean(), logs.mean()
     effective = float(total * torch.exp(-slope / total))
     influence = effective * ((1 + slope / total) * (sums - total) - (logs - slope)) / total
-    participation = squares**2 / fourth
+    participation = squares**2 / fourth[0]
     return Spectrum(
         rank=counts[threshold][0],
         threshold=threshold,
@@ -200,7 +225,8 @@ def estimated(
         errors={
             "rank": counts[threshold][1],
             "effective_rank": float(influence.std() / probes**0.5),
-            "participation_ratio": participation * fourth_error / fourth,
+            "participation_ratio": participation * fourth[1] / fourth[0],
         },
-        method=f"Lanczos quadrature, {probes} probes of {steps} steps, seed {seed}",
+        method=f"{len(first)} leading values, Lanczos quadrature of the rest ({probes} probes of {steps} steps, seed "
+        f"{seed})",
     )

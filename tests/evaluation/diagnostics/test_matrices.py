@@ -104,7 +104,21 @@ def test_estimates_lie_within_their_stated_errors(case):
     assert found.stable_rank == pytest.approx(exact.stable_rank, rel=1e-9)
     for name, error in found.errors.items():
         assert abs(getattr(found, name) - getattr(exact, name)) <= 4 * error + 1e-6 * matrix.tokens, name
+        assert error < 0.1 * getattr(exact, name), name
     assert "64 probes" in found.method
+
+
+def test_an_estimate_of_a_matrix_that_is_nearly_of_rank_one_does_not_drown():
+    draw = torch.Generator().manual_seed(0)
+    q, k = (torch.rand(400, 16, generator=draw) + 0.5 for _ in range(2))
+    table = block_table((20, 20), (4, 5))
+    matrix = MixedMatrix(q, k, initial_mixing((4, 5)), table, torch.full((400,), 400.0))
+    exact = spectrum(matrix, threshold=1e-4)
+    found = spectrum(matrix, threshold=1e-4, exact_limit=1, probes=8, steps=50)
+    assert exact.stable_rank < 1.5 and exact.rank > 150
+    for name in ("rank", "effective_rank"):
+        assert found.errors[name] < 0.05 * getattr(exact, name)
+        assert getattr(found, name) == pytest.approx(getattr(exact, name), rel=0.06), name
 
 
 def test_entropy_is_that_of_the_dense_rows(case, monkeypatch):
