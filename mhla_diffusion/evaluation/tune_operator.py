@@ -9,86 +9,36 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import itertools
+import functools
 import json
 import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from ..ops.partition import grid_partition
 from ..ops.rotation import three_axes
-from ..ops.triton_configs import Config, DualConfig, MixConfig, override
+from ..ops.triton_configs import (
+    override,
+)
+from .machine_code import disassembled, undefined_reads
 from .operator_cases import CASES, Case, Inputs
 from .timing import about, milliseconds
+from .tune_candidates import candidates, kind_of, with_fewer_registers
 
 __all__ = ["candidates", "stages", "tune"]
 
 SHAPES = {case.name: case for case in CASES}
-# Registers of a thread with which 3, 4, 5 and 6 programs of 4 warps (or 2 and 3 of 8) fit a multiprocessor.
-REGISTERS = {4: (168, 128, 96, 80), 8: (128, 80)}
 DEFAULT = ["wan 480x800x81", "dit 512", "sana 4K", "dit 256"]
-
-
-def candidates(kernel: str, dim: int) -> Iterator:
-    """Configurations worth a try, likely ones first."""
-    if kernel.startswith("dual"):
-        yield from (
-            DualConfig(rows, columns, warps, depth)
-            for depth, rows, columns, warps in itertools.product((2, 3, 1), (64, 128), (32, 64, 128), (4, 8))
-            if rows * columns <= 32 * 32 * warps * 2
-        )
-    elif kernel == "mix":
-        yield from (
-            MixConfig(rows, places, 0, warps, depth)
-            for rows, places, warps, depth in (
-                (64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 4), (64, 128, 8, 2), (64, 256, 8, 2), (64, 128, 8, 3),
-                (64, 64, 4, 2), (128, 64, 8, 2), (128, 128, 8, 2), (64, 32, 4, 4),
-            )
-        )  # fmt: skip
-        yield from (
-            MixConfig(rows, places, summed, warps, depth)
-            for rows, places, summed, warps, depth in itertools.product(
-                (64, 128), (64, 128, 256), (32, 64), (4, 8), (2, 3, 4)
-            )
-            if rows * places // warps in (1024, 2048, 4096)
-        )
-    elif kernel == "mix_gradient":
-        yield from (
-            MixConfig(rows, columns, places, warps, depth)
-            for rows, columns, places, warps, depth in itertools.product(
-                (32, 64, 128), (32, 64, 128), (64, 128), (4, 8), (3, 4)
-            )
-            if rows * columns // warps in (512, 1024, 2048)
-        )
-    else:
-        values = 32 if dim <= 32 else 64 if dim <= 96 else 128
-        yield from (
-            Config(tokens, values, warps, depth)
-            for tokens, warps, depth in itertools.product((32, 64, 128, 16), (4, 8), (2, 3, 4, 1))
-            if tokens * depth <= 256 and not (kernel == "read_out" and tokens < 32)
-        )
-        if (
-            values == 128
-        ):  # twice the warps with as many programs: only a limit on their registers allows both
-            yield from (Config(tokens, values, 8, depth, 128) for tokens in (32, 64) for depth in (2, 3))
-        if values == 128 and kernel == "summarise":
-            yield from (Config(32, values, 8, depth, None, 2) for depth in (2, 3, 4))
-            yield from (Config(64, values, 8, 2, None, 2), Config(32, values, 16, 3, None, 2))
-        if values == 128 and kernel == "read_out":
-            yield from (Config(64, values, warps, depth, None, 2) for warps in (4, 8) for depth in (1, 2))
-            yield from (Config(128, values, 8, 1, None, 2), Config(32, values, 4, 2, None, 2))
-        if kernel == "read_out" and values > 32:
-            yield from (Config(64, values // 2, 4, depth) for depth in (2, 3))
 
 
 def stages(inputs: Inputs) -> dict[str, Callable[[], object]]:
     """A call of every kernel of a case; the kernels before it have run once, outside."""
-    from ..ops import dual_launch, states_launch
+    from ..ops import dual_launch, forward_launch, states_launch
 
     case, q, k, v, grad, mixing = inputs.case, inputs.q, inputs.k, inputs.v, inputs.grad, inputs.mixing
     part = grid_partition(case.grid, case.block_grid, q.shape[1], q.device)
@@ -111,6 +61,11 @@ def stages(inputs: Inputs) -> dict[str, Callable[[], object]]:
             q, mixed, v.shape[-1], part, rope, eps, norm=norms[0], after=after, **read
         ),
     }
+    if has_forward(q.device, q.dtype):
+        found["forward"] = lambda: forward_launch.forward(
+            q, k, v, mixing, part, part, rope, rope, eps, divide=mass, denominator_eps=0.0, out_dtype=q.dtype,
+            query_norm=norms[0], key_norm=norms[1], after=after, **kept,
+        )  # fmt: skip
     if case.backward:
         options = {"mass": mass, "denominator_eps": 0.0, **kept}
         found["query_gradients"] = lambda: states_launch.query_gradients(
@@ -131,8 +86,13 @@ def stages(inputs: Inputs) -> dict[str, Callable[[], object]]:
     return found
 
 
-def kernels_of(case: Case) -> list[str]:
-    found = ["summarise", "mix", "read_out"]
+def has_forward(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the forward pass in one launch can be tried."""
+    return device.type == "cuda" and dtype == torch.bfloat16
+
+
+def kernels_of(case: Case, device: torch.device, dtype: torch.dtype) -> list[str]:
+    found = ["forward"] * has_forward(device, dtype) + ["summarise", "mix", "read_out"]
     if case.backward:
         found += ["query_gradients", "key_gradients", "mix_gradient"]
     if has_dual(case):
@@ -147,6 +107,7 @@ def least_bytes(case: Case, kernel: str, item: int) -> int:
     size = case.dim * (case.dim + (case.normalizer == "paper"))
     states = lines * math.prod(case.block_grid) * size * item
     of_tokens, of_states = {
+        "forward": (5 if case.fused else 4, 4),
         "summarise": (2, 1), "mix": (0, 2), "read_out": (3 if case.fused else 2, 1), "query_gradients": (3, 2),
         "key_gradients": (4, 1), "mix_gradient": (0, 2), "dual_forward": (4, 0),
     }.get(kernel, (8, 0))  # fmt: skip
@@ -164,6 +125,8 @@ def first_tensors(result) -> list[torch.Tensor]:
 def compile_one(case: Case, kernel: str, config, device: str, dtype: torch.dtype) -> str | None:
     """Run a candidate once, in a process of its own: the compiled kernel stays on disk. Returns what failed."""
     try:
+        if device == "cuda":
+            refuse_faulty_code()
         if case not in _made:
             _made.clear()
             _made[case] = stages(Inputs(case, torch.device(device), dtype, 0))
@@ -177,6 +140,19 @@ def compile_one(case: Case, kernel: str, config, device: str, dtype: torch.dtype
 
 
 _made: dict = {}
+
+
+@functools.cache
+def refuse_faulty_code() -> None:
+    """From now on, no kernel starts in this process whose machine code reads a register that nothing wrote."""
+    import triton
+
+    def check(module, function, name: str, files: dict, key: str) -> None:
+        faults = undefined_reads(disassembled(Path(files[f"{name}.cubin"]).read_bytes()))
+        if faults:
+            raise RuntimeError(f"the assembler left an undefined register in {faults[0]}")
+
+    triton.knobs.runtime.kernel_load_start_hook.add(check)
 
 
 def time_kernel(
@@ -213,19 +189,6 @@ def duration(row: dict) -> float:
     return row.get("ms", math.inf)
 
 
-def kind_of(kernel: str) -> type:
-    return DualConfig if kernel.startswith("dual") else MixConfig if kernel.startswith("mix") else Config
-
-
-def with_fewer_registers(rows: list[dict]) -> list:
-    """The two fastest configurations again, with limits on a thread's registers that let more programs run at once."""
-    kind = kind_of(rows[0]["kernel"])
-    best = [row["config"] for row in rows if "ms" in row and row["config"] != "table"][:2]
-    if kind is MixConfig:
-        return []
-    return [kind(*config)._replace(maxnreg=most) for config in best for most in REGISTERS.get(config[2], ())]
-
-
 def finished(jobs: list, case: Case, kernel: str, result: dict, end: float) -> list:
     """The configurations that compile; what failed is written down."""
     usable = []
@@ -238,43 +201,66 @@ def finished(jobs: list, case: Case, kernel: str, result: dict, end: float) -> l
     return usable
 
 
+def named(trial: dict) -> dict[str, str]:
+    return {name: str(x) for name, x in trial.items()}
+
+
 def choices_of(case: Case, calls: list[dict], device: torch.device, repeats: int) -> list[dict]:
-    """Orders of the heads, over the three forward kernels."""
+    """Orders of the heads: of the whole forward pass, and over its three kernels one by one."""
     forward = [
         lambda call=call: [call[name]() for name in ("summarise", "mix", "read_out")] for call in calls
     ]
     trials: list[dict] = [{}]
     trials += [{"head_group": group} for group in range(1, case.heads + 1) if case.heads % group == 0]
+    whole = [call["forward"] for call in calls if "forward" in call]
     rows = []
+    for group in (None, *[n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 36, 64) if n <= case.batch * case.heads]):
+        if not whole:
+            break
+        trial = {} if group is None else {"lines_per_round": group}
+        with override(**trial):
+            ms = milliseconds(whole, device, repeats)
+        rows.append(
+            {
+                "shape": case.name,
+                "choice": {"one launch": "", **{name: str(x) for name, x in trial.items()}},
+                "ms": ms,
+            }
+        )
     for trial in trials:
         with override(**trial):
             ms = milliseconds(forward, device, repeats)
-        rows.append({"shape": case.name, "choice": {name: str(x) for name, x in trial.items()}, "ms": ms})
+        rows.append({"shape": case.name, "choice": named(trial), "ms": ms})
     return rows
 
 
 def tune(
     cases: Sequence[Case], out: Path, device: torch.device, dtype: torch.dtype, *, minutes: float = 8.0,
-    repeats: int = 20, workers: int = 12, limit: int | None = None,
+    repeats: int = 20, workers: int = 12, limit: int | None = None, kernels: Sequence[str] | None = None,
 ) -> dict:  # fmt: skip
-    """Time every candidate (the first `limit`) of every kernel at the shapes, in order, as far as the time goes."""
+    """Time every candidate (the first `limit`) of the kernels (default: all) at the shapes, in order, as far as the
+    time goes."""
     end = time.monotonic() + 60 * minutes
     out.mkdir(parents=True, exist_ok=True)
     result = {**about(device), "kernels": [], "choices": [], "failures": [], "lines": []}
     jobs = {}
+    chosen = {
+        case: [name for name in kernels_of(case, device, dtype) if kernels is None or name in kernels]
+        for case in cases
+    }
     pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
 
     def compile_in(pool, case: Case, kernel: str, config):
         return pool.submit(compile_one, case, kernel, config, device.type, dtype)
 
     for case in cases:
-        for kernel in kernels_of(case):
+        for kernel in chosen[case]:
             trials = list(candidates(kernel, case.dim))[:limit]
             jobs[case, kernel] = [(config, compile_in(pool, case, kernel, config)) for config in trials]
     try:
         for case in cases:
             calls = [stages(Inputs(case, device, dtype, seed)) for seed in range(2)]
-            for kernel in kernels_of(case):
+            for kernel in chosen[case]:
                 usable = finished(jobs[case, kernel], case, kernel, result, end)
                 # Compilation of later kernels goes on meanwhile: it uses the GPU for moments, which medians do not see.
                 rows = time_kernel(case, kernel, calls, usable, device, repeats, end)
@@ -319,6 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--limit", type=int, help="candidates for each kernel; 0 times the table's choices only"
     )
+    parser.add_argument("--kernels", nargs="+", help="only these, e.g. forward dual_query (default: all)")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the program out")
     options = parser.parse_args(arguments)
@@ -334,6 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         repeats=options.repeats,
         workers=options.workers,
         limit=options.limit,
+        kernels=options.kernels,
     )
 
 

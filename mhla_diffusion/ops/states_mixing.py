@@ -9,22 +9,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["mix_gradient_kernel", "mix_kernel", "mix_stream_kernel", "spread_kernel"]
+__all__ = ["mix_gradient_kernel", "mix_kernel", "mix_tile", "spread_kernel"]
 
-_SIZES = ["heads", "rows", "columns", "left_rows", "right_rows", "parts", "padded_rows", "chunks"]
+_SIZES = ["heads", "rows", "columns", "left_rows", "right_rows", "parts", "padded_rows", "chunks", "counters"]
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def spread_kernel(
-    m_ptr, out_ptr, stride_h, stride_row, stride_column, rows, columns, chunks, padded_rows, matrices,
-    WIDTH: tl.constexpr, SPLIT: tl.constexpr,
+    m_ptr, out_ptr, counter_ptr, stride_h, stride_row, stride_column, rows, columns, chunks, padded_rows, matrices,
+    counters, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Coefficients as `mix_kernel` wants them: zero-padded, each column once for every chunk of its block.
 
     Program (row, matrix). out `(matrices, padded_rows, WIDTH)`; SPLIT: the high bfloat16 parts, then the low ones.
+    counter_ptr: int32 (counters,), set to zero by the way.
     """
     row = tl.program_id(0)
     matrix = tl.program_id(1)
+    for start in range((matrix * padded_rows + row) * 256, counters, matrices * padded_rows * 256):
+        counter = start + tl.arange(0, 256)
+        tl.store(counter_ptr + counter, tl.zeros((256,), tl.int32), mask=counter < counters)
     column = tl.arange(0, WIDTH)
     m = tl.load(
         m_ptr + matrix * stride_h + row * stride_row + (column // chunks) * stride_column,
@@ -48,28 +52,20 @@ def weighted_sum(high, low, state, total, DOT: tl.constexpr):
         return tl.dot(high, state.to(tl.float32), total, input_precision=DOT)
 
 
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
-def mix_kernel(
-    m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns,
+@triton.jit
+def mix_tile(
+    m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns, line, row_tile, place_tile,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
-    REVERSE: tl.constexpr, DOT: tl.constexpr,
+    STAGES: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """out (B, H, rows, SIZE) = m (rows, columns) states (B, H, columns, SIZE), m as `spread_kernel` leaves it.
-
-    Program (batch and head, tile of the state, row tile fastest). low_part: where m's low parts begin.
-    """
-    tiles = tl.cdiv(rows, BM)
-    line = tl.program_id(0) // (tiles * tl.cdiv(SIZE, BP))
-    tile = tl.program_id(0) % (tiles * tl.cdiv(SIZE, BP))
-    if REVERSE:
-        line = tl.num_programs(0) // (tiles * tl.cdiv(SIZE, BP)) - 1 - line
-    row = tile % tiles * BM + tl.arange(0, BM)
-    place = tile // tiles * BP + tl.arange(0, BP)
+    """A tile of `mix_kernel`'s result, of one batch and head (line)."""
+    row = row_tile * BM + tl.arange(0, BM)
+    place = place_tile * BP + tl.arange(0, BP)
     m_ptr += line % heads * stride_h
     state_ptr += line.to(tl.int64) * columns * SIZE
     out_ptr += line.to(tl.int64) * rows * SIZE
     mixed = tl.zeros((BM, BP), dtype=tl.float32)
-    for start in range(0, columns, BN):
+    for start in tl.range(0, columns, BN, num_stages=STAGES):
         column = start + tl.arange(0, BN)
         offset = row[:, None] * WIDTH + column[None, :]
         state = tl.load(
@@ -87,50 +83,25 @@ def mix_kernel(
     )
 
 
-@triton.jit(do_not_specialize=[*_SIZES, "pieces"], do_not_specialize_on_alignment=[*_SIZES, "pieces"])
-def mix_stream_kernel(
-    m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns, pieces,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
-    BM: tl.constexpr, BP: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr,
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
+def mix_kernel(
+    m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """`mix_kernel` where K0 + K1 >= columns: a program keeps its rows of m, and strips of all summed states stream by.
+    """out (B, H, rows, SIZE) = m (rows, columns) states (B, H, columns, SIZE), m as `spread_kernel` leaves it.
 
-    Program (batch and head, piece of the state, row tile fastest): programs side by side read the same strips.
+    Program (batch and head, tile of the state, row tile fastest). low_part: where m's low parts begin.
     """
     tiles = tl.cdiv(rows, BM)
-    line = tl.program_id(0) // (tiles * pieces)
-    tile = tl.program_id(0) % (tiles * pieces)
+    line = tl.program_id(0) // (tiles * tl.cdiv(SIZE, BP))
+    tile = tl.program_id(0) % (tiles * tl.cdiv(SIZE, BP))
     if REVERSE:
-        line = tl.num_programs(0) // (tiles * pieces) - 1 - line
-    row = tile % tiles * BM + tl.arange(0, BM)
-    first, second = tl.arange(0, K0), K0 + tl.arange(0, K1 if K1 else 16)
-    m_ptr += line % heads * stride_h + row[:, None] * WIDTH
-    high0 = tl.load(m_ptr + first[None, :])
-    low0 = tl.load(m_ptr + low_part + first[None, :]) if DOT == "split" else high0
-    if K1:
-        high1 = tl.load(m_ptr + second[None, :])
-        low1 = tl.load(m_ptr + low_part + second[None, :]) if DOT == "split" else high1
-    state_ptr += line.to(tl.int64) * columns * SIZE
-    out_ptr += line.to(tl.int64) * rows * SIZE + row[:, None] * SIZE
-    for strip in range(tile // tiles, tl.cdiv(SIZE, BP), pieces):
-        place = strip * BP + tl.arange(0, BP)
-        inside = (place < SIZE)[None, :]
-        state = tl.load(
-            state_ptr + first[:, None] * SIZE + place[None, :],
-            mask=(first < columns)[:, None] & inside,
-            other=0.0,
-        )
-        mixed = weighted_sum(high0, low0, state, tl.zeros((BM, BP), dtype=tl.float32), DOT)
-        if K1:
-            state = tl.load(
-                state_ptr + second[:, None] * SIZE + place[None, :],
-                mask=(second < columns)[:, None] & inside,
-                other=0.0,
-            )
-            mixed = weighted_sum(high1, low1, state, mixed, DOT)
-        tl.store(
-            out_ptr + place[None, :], mixed.to(out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & inside
-        )
+        line = tl.num_programs(0) // (tiles * tl.cdiv(SIZE, BP)) - 1 - line
+    mix_tile(
+        m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns, line, tile % tiles, tile // tiles,
+        SIZE, WIDTH, BM, BP, BN, STAGES, DOT,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)

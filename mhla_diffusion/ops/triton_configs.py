@@ -13,7 +13,8 @@ import functools
 from typing import NamedTuple
 
 __all__ = [
-    "Config", "DualConfig", "MixConfig", "Warps", "chunk_count", "dual_configs", "head_group", "head_parts",
+    "Config", "DualConfig", "ForwardConfig", "MixConfig", "Warps", "chunk_count", "dual_configs", "forward_configs",
+    "head_group", "head_parts",
     "launch_configs", "mix_configs", "overridden", "override", "padded",
 ]  # fmt: skip
 
@@ -22,7 +23,6 @@ class Config(NamedTuple):
     """BN tokens and BV value channels per tile (of the first part, where there are two), warps, pipeline stages.
 
     maxnreg: registers of a thread at most, so that more programs share a multiprocessor; None: as many as it takes.
-    heads: of a program, 1 or 2, in the forward kernels; 2 where `states_pairs` can take it.
     """
 
     BN: int
@@ -30,7 +30,6 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
-    heads: int = 1
 
 
 class Warps(NamedTuple):
@@ -41,16 +40,39 @@ class Warps(NamedTuple):
 
 
 class MixConfig(NamedTuple):
-    """Tiles of the mixing GEMM: BM blocks, BP places in a state, BN summed blocks (or places, for its gradient).
-
-    BN 0: all summed blocks at once, for up to 256 of them; a program then keeps its rows of the coefficients.
-    """
+    """Tiles of the mixing GEMM: BM blocks, BP places in a state, BN summed blocks (or places, for its gradient)."""
 
     BM: int
     BP: int
     BN: int
     num_warps: int
     num_stages: int
+
+
+class ForwardConfig(NamedTuple):
+    """The forward pass in one launch: tiles and pipeline stages of its three steps, see `Config` and `MixConfig`."""
+
+    KEY_BN: int
+    KEY_STAGES: int
+    BM: int
+    BP: int
+    BN: int
+    MIX_STAGES: int
+    QUERY_BN: int
+    QUERY_STAGES: int
+    BV: int
+    num_warps: int
+    maxnreg: int | None = None
+    num_stages: int = 1  # of loops that name none: there are none
+
+    def fitted(self, query, key) -> ForwardConfig:
+        """Tiles no larger than the blocks of these partitions need."""
+        return self._replace(
+            KEY_BN=min(self.KEY_BN, padded(key.block_size)),
+            QUERY_BN=min(self.QUERY_BN, padded(query.block_size)),
+            BM=min(self.BM, _tile(query.num_blocks)),
+            BN=min(self.BN, _tile(key.num_blocks)),
+        )
 
 
 class DualConfig(NamedTuple):
@@ -207,6 +229,25 @@ def _mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> tuple[
             config = config._replace(num_stages=min(config.num_stages, 3))
     narrow = config._replace(BP=min(config.BP, 32), num_stages=1)
     return config, narrow, narrow._replace(BN=16)
+
+
+# Largest of the padded head dims -> configuration, for bfloat16 on Hopper.
+_FORWARD = {
+    32: ForwardConfig(128, 2, 64, 256, 32, 3, 128, 2, 32, 4),
+    64: ForwardConfig(64, 2, 64, 256, 32, 3, 64, 2, 64, 4),
+    80: ForwardConfig(64, 2, 64, 256, 32, 3, 64, 2, 64, 4),
+    128: ForwardConfig(32, 4, 64, 256, 32, 3, 64, 1, 128, 4, 168),
+}
+
+
+def forward_configs(generation: int, dot_bits: int, padded_dim: int) -> tuple[ForwardConfig, ...]:
+    """Configurations of the forward pass in one launch; none where its steps are launched one by one."""
+    if "forward" in _OVERRIDES:
+        config = _OVERRIDES["forward"]
+        return () if config is None else (config,)
+    if generation < 9 or dot_bits != 16 or padded_dim > 128:
+        return ()
+    return (_FORWARD[max(32, padded_dim)],)
 
 
 # (kernel, generation, bits) -> configuration for head dims up to 128.

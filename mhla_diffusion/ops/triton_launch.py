@@ -34,9 +34,7 @@ _warned: set[tuple] = set()
 
 def launch(kernel, grid: tuple[int, ...], config, *args, **constants) -> None:
     """The one place where a kernel starts."""
-    options = config._asdict()
-    options.pop("heads", None)  # has been used to choose the kernel
-    kernel[grid](*args, **options, **constants)
+    kernel[grid](*args, **config._asdict(), **constants)
 
 
 @functools.cache
@@ -90,9 +88,10 @@ def states_configs(name: str, x: torch.Tensor, value_dim: int, part: Partition) 
 
 
 def start_first_fitting(
-    name: str, x: torch.Tensor, value_dim: int, configs: tuple, options: tuple, start: Callable
-) -> bool:
-    """Start a kernel with the first configuration that works. False: none does, so plain torch has to do it.
+    name: str, x: torch.Tensor, value_dim: int, configs: tuple, options: tuple, start: Callable,
+    *, otherwise: str = "plain torch",
+) -> bool:  # fmt: skip
+    """Start a kernel with the first configuration that works. False: none does, so the caller does it `otherwise`.
 
     options: what else the kernel is compiled for, so that one variant's failure does not slow the others down.
     """
@@ -110,7 +109,7 @@ def start_first_fitting(
             _warn_once(x, value_dim, "a smaller launch configuration", error)
             _step[key] = step
         return True
-    _warn_once(x, value_dim, "plain torch", error)
+    _warn_once(x, value_dim, otherwise, error)
     _step[key] = len(configs)
     return False
 

@@ -10,18 +10,16 @@ import argparse
 import itertools
 import os
 import sys
-from pathlib import Path
 
 os.environ["TRITON_INTERPRET"] = "0"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "support"))
 
 import torch
 import triton
-from machine_code import disassembled, undefined_reads
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from mhla_diffusion.blocks import block_table
+from mhla_diffusion.evaluation.machine_code import disassembled, undefined_reads
 from mhla_diffusion.ops import triton_launch
 from mhla_diffusion.ops.partition import grid_partition, table_partition
 from mhla_diffusion.ops.registration import triton_core
@@ -65,9 +63,8 @@ class Compiler:
     def launch(self, kernel, grid, config, *args, **constants) -> None:
         dtypes = [str(x.dtype).removeprefix("torch.") for x in args if isinstance(x, torch.Tensor)]
         name = f"sm_{self.arch} {kernel.__name__} {config} {constants} {dtypes}"
-        options = {name: value for name, value in config._asdict().items() if name != "heads"}
         try:
-            binary = kernel.warmup(*args, grid=grid, **options, **constants)
+            binary = kernel.warmup(*args, grid=grid, **config._asdict(), **constants)
         except Exception as error:
             self.faults.add(f"{name}: {type(error).__name__} {error}")
             return

@@ -1,6 +1,6 @@
 """The reader of machine code that `compile_kernels.py` uses; compiling itself needs no GPU, but minutes."""
 
-from machine_code import undefined_reads
+from mhla_diffusion.evaluation.machine_code import undefined_reads
 
 GOOD = """
         /*0000*/                   ULDC.64 UR4, c[0x0][0x208] ;

@@ -7,8 +7,6 @@ and larger shapes.
 import pytest
 import torch
 
-from mhla_diffusion.mixing import initial_mixing
-from mhla_diffusion.ops import GridRope, mhla_attention
 from mhla_diffusion.ops.partition import Partition
 from mhla_diffusion.ops.registration import triton_core
 from mhla_diffusion.ops.states_launch import mix
@@ -209,23 +207,8 @@ def test_whole_tiles_and_a_shorter_one_in_float32(make_call, tokens, normalizer,
         call.check(call.run("triton", form="states"), 1e-5)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(5, 5), (70, 40), (9, 150)])
-@pytest.mark.parametrize("per_head", [False, True])
-def test_states_that_stream_past_their_coefficients_in_float32(device, rows, columns, per_head):
-    generator = torch.Generator().manual_seed(4)
-    matrix = torch.rand(*([2] if per_head else []), rows, columns, generator=generator).to(device)
-    states = torch.randn(1, 2, columns, 44, generator=generator).to(device)
-    x = states[..., :4]
-    with override(mix=MixConfig(16, 16, 0, 4, 1)):
-        got = mix(matrix, states, x, 11)
-    want = matrix.double() @ states.double()
-    assert ((got - want).norm() / want.norm()) < 1e-6
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "config", [MixConfig(64, 64, 0, 4, 3), MixConfig(64, 128, 0, 8, 2), MixConfig(64, 256, 32, 4, 3)]
-)
+@pytest.mark.parametrize("config", [MixConfig(64, 128, 64, 8, 2), MixConfig(64, 256, 32, 4, 3)])
 def test_mixing_of_half_precision_states_on_the_gpu(config):
     matrix = torch.rand(150, 150, device="cuda")
     states = torch.randn(2, 3, 150, 16512, device="cuda").bfloat16()
@@ -233,46 +216,3 @@ def test_mixing_of_half_precision_states_on_the_gpu(config):
         got = mix(matrix, states, states[..., :128], 128)
     want = matrix.double() @ states.double()
     assert ((got.double() - want).norm() / want.norm()) < 3e-3  # the result's own rounding is 1.7e-3
-
-
-@pytest.mark.parametrize("rope", [False, True])
-@pytest.mark.parametrize("normalizer", ["paper", "none"])
-@pytest.mark.parametrize("grid", [(5,), (3, 5, 7)])
-def test_two_heads_in_a_program_in_float32(make_call, grid, normalizer, rope):
-    pairs = dict.fromkeys(("summarise", "read_out"), Config(16, 16, 4, 1, None, 2))
-    call = make_call(grid, (2, 2, 3)[: len(grid)], 16, heads=4, normalizer=normalizer, rope=rope)
-    with override(**pairs):
-        call.check(call.run("triton", form="states"), 1e-5)
-
-
-def test_three_heads_are_not_paired_in_float32(make_call):
-    call = make_call((5,), (2,), 16, heads=3)
-    with override(summarise=Config(16, 16, 4, 1, None, 2), read_out=Config(16, 16, 4, 1, None, 2)):
-        call.check(call.run("triton", form="states"), 1e-5)
-
-
-@pytest.mark.parametrize("heads", [1, 2])
-def test_everything_fused_for_one_head_or_two_in_float32(device, heads):
-    generator = torch.Generator().manual_seed(5)
-
-    def random(*shape):
-        return torch.randn(shape, generator=generator).to(device)
-
-    q, k, v, gate, local = (random(1, 15, 2, 16) for _ in range(5))
-    options = {
-        "grid": (3, 5), "block_grid": (2, 2), "normalizer": "none", "gate_bias": 1.2,
-        "rope": GridRope(torch.rand(2, 8, generator=generator).to(device)),
-    }  # fmt: skip
-    steps = {"gate": gate, "local": local, "norm_weight": random(16)}
-    steps |= {name: (random(2, 16), 1e-6) for name in ("query_norm", "key_norm")}
-    with override(**dict.fromkeys(("summarise", "read_out"), Config(16, 16, 4, 1, None, heads))):
-        got = mhla_attention(q, k, v, initial_mixing((2, 2)).to(device), backend="triton", **options, **steps)
-    exact = {name: double(x) for name, x in steps.items()}
-    want = mhla_attention(
-        *(x.double() for x in (q, k, v)), initial_mixing((2, 2)).to(device), backend="reference", **options, **exact
-    )  # fmt: skip
-    assert ((got - want).norm() / want.norm()) < 1e-5
-
-
-def double(x):
-    return (x[0].double(), x[1]) if isinstance(x, tuple) else x.double()

@@ -1,0 +1,93 @@
+"""Launch configurations that the tuning program tries, likely ones first."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from ..ops.triton_configs import Config, DualConfig, ForwardConfig, MixConfig, forward_configs, head_parts
+
+__all__ = ["candidates", "kind_of", "with_fewer_registers"]
+
+# Registers of a thread with which 3, 4, 5 and 6 programs of 4 warps (or 2 and 3 of 8) fit a multiprocessor.
+REGISTERS = {4: (168, 128, 96, 80), 8: (128, 80)}
+
+
+def candidates(kernel: str, dim: int) -> Iterator:
+    """Configurations worth a try, likely ones first."""
+    if kernel == "forward":
+        yield from forward_candidates(dim)
+    elif kernel.startswith("dual"):
+        yield from (
+            DualConfig(rows, columns, warps, depth)
+            for depth, rows, columns, warps in itertools.product((2, 3), (64, 128), (32, 64, 128), (4, 8))
+            if rows * columns <= 32 * 32 * warps * 2
+        )
+    elif kernel == "mix":
+        yield from (
+            MixConfig(rows, places, summed, warps, depth)
+            for rows, places, summed, warps, depth in itertools.product(
+                (64, 128), (64, 128, 256), (32, 64), (4, 8), (2, 3, 4)
+            )
+            if rows * places // warps in (1024, 2048, 4096)
+        )
+    elif kernel == "mix_gradient":
+        yield from (
+            MixConfig(rows, columns, places, warps, depth)
+            for rows, columns, places, warps, depth in itertools.product(
+                (32, 64, 128), (32, 64, 128), (64, 128), (4, 8), (3, 4)
+            )
+            if rows * columns // warps in (512, 1024, 2048)
+        )
+    else:
+        values = 32 if dim <= 32 else 64 if dim <= 96 else 128
+        yield from (
+            Config(tokens, values, warps, depth)
+            for tokens, warps, depth in itertools.product((32, 64, 128, 16), (4, 8), (2, 3, 4, 1))
+            if tokens * depth <= 256 and not (kernel == "read_out" and tokens < 32)
+        )
+        if values == 128:  # twice the warps, as many programs: only a limit on their registers allows both
+            yield from (Config(tokens, values, 8, depth, 128) for tokens in (32, 64) for depth in (2, 3))
+        if kernel == "read_out" and values > 32:
+            yield from (Config(64, values // 2, 4, depth) for depth in (2, 3))
+
+
+def forward_candidates(dim: int) -> Iterator[ForwardConfig]:
+    """The table's configuration with one step changed at a time, under several limits on registers."""
+    table = forward_configs(9, 16, sum(head_parts(dim)))[0]
+    changes = [{}]
+    changes += [
+        {"KEY_BN": tokens, "KEY_STAGES": depth}
+        for tokens, depth in ((32, 3), (32, 4), (64, 2), (64, 3), (128, 2), (16, 4))
+    ]
+    changes += [
+        {"BP": places, "BN": summed, "MIX_STAGES": depth}
+        for places, summed, depth in ((128, 32, 3), (128, 32, 2), (256, 32, 2), (128, 64, 2), (64, 32, 4))
+    ]
+    changes += [
+        {"QUERY_BN": tokens, "QUERY_STAGES": depth}
+        for tokens, depth in ((64, 1), (64, 2), (64, 3), (32, 2), (128, 1), (128, 2))
+    ]
+    limits = (table.maxnreg, *[most for most in (None, 168, 128, 96) if most != table.maxnreg])
+    for limit in limits:
+        yield from (table._replace(**change, maxnreg=limit) for change in changes)
+    yield from (
+        table._replace(num_warps=8, maxnreg=limit, **change)
+        for limit in (None, 128, 80)
+        for change in changes[:1]
+    )
+
+
+def kind_of(kernel: str) -> type:
+    if kernel == "forward":
+        return ForwardConfig
+    return DualConfig if kernel.startswith("dual") else MixConfig if kernel.startswith("mix") else Config
+
+
+def with_fewer_registers(rows: list[dict]) -> list:
+    """The two fastest configurations again, with limits on a thread's registers that let more programs run at once."""
+    kind = kind_of(rows[0]["kernel"])
+    best = [row["config"] for row in rows if "ms" in row and row["config"] != "table"][:2]
+    if kind in (MixConfig, ForwardConfig):
+        return []
+    return [kind(*config)._replace(maxnreg=most) for config in best for most in REGISTERS.get(config[2], ())]
