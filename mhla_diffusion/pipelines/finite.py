@@ -1,6 +1,7 @@
 """Videos that would be black: where the first infinite or NaN value came from, told before anything is decoded."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,16 +44,38 @@ class VideoWatch(FiniteWatch):
         captions = [caption for caption in captions if caption is not None]
         if not all(caption.isfinite().all() for caption in captions):
             return ", and so are the embeddings of the prompt"
-        part, transformer = pipe.expert(timestep)
+        part, transformer = self.expert(pipe, timestep)
         for caption in captions:
-            layer = first_layer_not_finite(transformer, pipe.model_inputs(self.latents, timestep), caption)
+            layer = first_layer_not_finite(transformer, self.inputs(pipe, timestep, len(caption)), caption)
             if layer:
                 return f", first in {part}.{layer}"
         return ", though the transformer's predictions are finite (guidance or the scheduler made them so)"
 
+    def expert(self, pipe: DiffusionPipeline, timestep) -> tuple[str, torch.nn.Module]:
+        """Name and module of the transformer that denoises at this timestep."""
+        return pipe.expert(timestep)
+
+    def inputs(self, pipe: DiffusionPipeline, timestep, batch: int) -> dict[str, torch.Tensor]:
+        """What that transformer is given besides a caption of this batch size."""
+        return pipe.model_inputs(self.latents, timestep)
+
+
+class SanaVideoWatch(VideoWatch):
+    """The same for the stock SANA-Video pipeline, which denoises with and without the prompt in one batch.
+
+    The layer is looked for without the mask of the captions, which the pipeline does not hand to callbacks.
+    """
+
+    def expert(self, pipe: DiffusionPipeline, timestep) -> tuple[str, torch.nn.Module]:
+        return "transformer", pipe.transformer
+
+    def inputs(self, pipe: DiffusionPipeline, timestep, batch: int) -> dict[str, torch.Tensor]:
+        latents = self.latents.repeat(batch // len(self.latents), 1, 1, 1, 1)
+        return {"hidden_states": latents.to(pipe.transformer.dtype), "timestep": timestep.expand(batch)}
+
 
 def first_layer_not_finite(transformer: torch.nn.Module, inputs: dict, caption: torch.Tensor) -> str | None:
-    """Name of the first part of a Wan transformer, in the order of its forward pass, whose output is not finite."""
+    """Name of the first part of a video transformer, in the order of its forward pass, whose output is not finite."""
     found: list[str] = []
 
     def note(name: str) -> Callable:
@@ -63,13 +86,16 @@ def first_layer_not_finite(transformer: torch.nn.Module, inputs: dict, caption: 
 
         return hook
 
-    layers = {f"blocks.{index}": layer for index, layer in enumerate(transformer.blocks)}
+    name = "blocks" if hasattr(transformer, "blocks") else "transformer_blocks"
+    layers = {f"{name}.{index}": layer for index, layer in enumerate(getattr(transformer, name))}
     parts = {"patch_embedding": transformer.patch_embedding, **layers, "proj_out": transformer.proj_out}
     hooks = [part.register_forward_hook(note(name)) for name, part in parts.items()]
+    # A cache must not answer in place of a layer.
+    apart = transformer.cache_context("where") if hasattr(transformer, "cache_context") else nullcontext()
     try:
-        # Graphs compiled before know nothing of the hooks, and a cache must not answer in place of a layer.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), transformer.cache_context("where"):
-            transformer(**inputs, encoder_hidden_states=caption, return_dict=False)
+        # Graphs compiled before know nothing of the hooks.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"), apart:
+            transformer(**inputs, encoder_hidden_states=caption.to(transformer.dtype), return_dict=False)
     finally:
         for hook in hooks:
             hook.remove()

@@ -70,8 +70,8 @@ def generate(
 ) -> Report:
     """Draw one picture per prompt into the folder `out`, as `NNNN_<words>_<seed>.png` with a JSON beside it.
 
-    Of a text-to-video pipeline (Wan), `.mp4` files of `frames` frames, `fps` a second, and with `gif` the same as a
-    GIF. At a time `batch_size` are made, None: 4 pictures or 1 video.
+    Of a text-to-video pipeline (Wan, SANA-Video), `.mp4` files of `frames` frames, `fps` a second, and with `gif` the
+    same as a GIF. At a time `batch_size` are made, None: 4 pictures or 1 video.
 
     `offload`, "model" or "sequential", keeps weights that do not compute in the machine's memory.
 
@@ -105,7 +105,9 @@ def generate(
     from mhla_diffusion.pipelines.painter import Painter, check_offload, choose_device, choose_dtype
 
     if video:
-        from mhla_diffusion.pipelines.video_painter import VideoPainter as Painter
+        from mhla_diffusion.pipelines.video_painter import video_painter
+
+        Painter = video_painter(folder)
 
     chosen_device = choose_device(device)
     check_offload(offload, chosen_device)

@@ -43,7 +43,7 @@ class Painter:
         if not isinstance(self.pipe, self.kinds):
             raise ValueError(
                 f"{folder} is a {type(self.pipe).__name__}: give a text-to-image pipeline (SANA), a "
-                "class-conditional one (DiT), or a text-to-video one (Wan)"
+                "class-conditional one (DiT), or a text-to-video one (Wan, SANA-Video)"
             )
         self.pipeline_class = self.pipeline_class or type(self.pipe).__name__
         self.pipe.set_progress_bar_config(desc="steps", leave=False, position=1, disable=None)

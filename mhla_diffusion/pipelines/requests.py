@@ -13,7 +13,7 @@ from mhla_diffusion.pipelines.pictures import slug
 from mhla_diffusion.pipelines.videos import FASTEST_GIF, check_encoder, check_fps
 from mhla_diffusion.weights import read_json
 
-VIDEO_PIPELINES = ("MHLAWanPipeline", "WanPipeline")
+VIDEO_PIPELINES = ("MHLAWanPipeline", "WanPipeline", "SanaVideoPipeline")
 MAX_SEED = 2**63 - 1
 
 

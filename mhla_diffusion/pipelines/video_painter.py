@@ -1,19 +1,33 @@
 """A loaded text-to-video pipeline that makes what is requested, and the settings that each video is stored with."""
 
+import inspect
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline, WanPipeline
+from diffusers import DiffusionPipeline, SanaVideoPipeline, WanPipeline
 
 from mhla_diffusion.loading import load_pipeline
 from mhla_diffusion.pipelines.checks import check_frames
-from mhla_diffusion.pipelines.painter import DTYPES, Painter
+from mhla_diffusion.pipelines.finite import FiniteVideoProcessor, SanaVideoWatch
+from mhla_diffusion.pipelines.painter import DTYPES, STOCK_SIZE_MULTIPLE, Painter
 from mhla_diffusion.pipelines.requests import Request, check_size
 from mhla_diffusion.pipelines.videos import save_video
 from mhla_diffusion.pipelines.wan import MHLAWanPipeline
+from mhla_diffusion.weights import read_json
+
+# Height and width that SANA-Video is made for, by the sample size that its transformers note.
+SANA_VIDEO_SIZES = {30: (480, 832), 22: (704, 1280)}
+SANA_VIDEO_FPS = 16  # which its pipeline does not note
+
+
+def video_painter(folder: Path) -> type["VideoPainter"]:
+    """The painter for the text-to-video pipeline in `folder`."""
+    name = read_json(folder / "model_index.json").get("_class_name")
+    return SanaVideoPainter if name == SanaVideoPipeline.__name__ else VideoPainter
 
 
 class VideoPainter(Painter):
@@ -30,9 +44,18 @@ class VideoPainter(Painter):
             pipe = MHLAWanPipeline(**pipe.components, **config)
         return pipe
 
+    @property
+    def size_multiple(self) -> tuple[int, int]:
+        """Height and width must be multiples of these."""
+        return self.pipe.size_multiple
+
+    @property
+    def negative_prompt(self) -> str:
+        return self.pipe.config.default_negative_prompt
+
     def check(self, request: Request) -> None:
         """Raise ValueError unless the pipeline can make videos of this size and length in this many steps."""
-        rows, columns = self.pipe.size_multiple
+        rows, columns = self.size_multiple
         check_size(request.height, None, rows)
         check_size(None, request.width, columns)
         if request.frames is not None:
@@ -70,10 +93,74 @@ class VideoPainter(Painter):
         scheduler = self.pipe.scheduler.config
         more = {
             "flow_shift": scheduler.get("flow_shift", scheduler.get("shift")),
-            "negative_prompt": self.pipe.config.default_negative_prompt,
+            "negative_prompt": self.negative_prompt,
             "vae_dtype": str(self.pipe.vae.dtype).removeprefix("torch."),
         }
         return super().settings(request) | more
 
     def save(self, video: np.ndarray, path: Path, request: Request) -> None:
         save_video(video, path, fps=self.values(request)["fps"], settings=self.settings(request))
+
+
+class SanaVideoPainter(VideoPainter):
+    """As `VideoPainter`, for the stock SANA-Video pipeline.
+
+    Videos have the size that is asked for. The stock pipeline would take the nearest of its list and resize, and
+    refuses most entries of that list as no multiples of 32.
+    """
+
+    kinds = (SanaVideoPipeline,)
+    negative_prompt = ""
+
+    def load(self) -> DiffusionPipeline:
+        pipe = load_pipeline(self.folder, dtype={"default": DTYPES[self.dtype], "vae": torch.float32})
+        pipe.video_processor = FiniteVideoProcessor(vae_scale_factor=pipe.vae_scale_factor_spatial)
+        return pipe
+
+    @property
+    def size_multiple(self) -> tuple[int, int]:
+        _, rows, columns = self.pipe.transformer.config.patch_size
+        factor = self.pipe.vae_scale_factor_spatial
+        return tuple(math.lcm(STOCK_SIZE_MULTIPLE, factor * patch) for patch in (rows, columns))
+
+    def call_defaults(self) -> dict[str, Any]:
+        parameters = inspect.signature(self.pipe.__call__).parameters
+        stock = {name: parameters[name].default for name in ("height", "width", "frames")}
+        size = SANA_VIDEO_SIZES.get(self.pipe.transformer.config.sample_size)
+        return {
+            "steps": parameters["num_inference_steps"].default,
+            "guidance": parameters["guidance_scale"].default,
+            **stock,
+            **(dict(zip(("height", "width"), size, strict=True)) if size else {}),
+            "fps": SANA_VIDEO_FPS,
+        }
+
+    def draw(self, requests: Sequence[Request]) -> list[np.ndarray]:
+        values, pipe = self.values(requests[0]), self.pipe
+        size = {name: values[name] for name in ("height", "width")}
+        generators = [torch.Generator("cpu").manual_seed(request.seed) for request in requests]
+        latents = pipe.prepare_latents(
+            len(requests),
+            pipe.transformer.config.in_channels,
+            **size,
+            num_frames=values["frames"],
+            dtype=torch.float32,
+            device=pipe._execution_device,
+            generator=generators,
+        )
+        watch = SanaVideoWatch(latents, None, ["latents"])
+        made = pipe(
+            [request.prompt for request in requests],
+            negative_prompt=self.negative_prompt,
+            num_inference_steps=values["steps"],
+            guidance_scale=values["guidance"],
+            **size,
+            frames=values["frames"],
+            generator=generators,
+            latents=latents,
+            output_type="np",
+            use_resolution_binning=False,
+            callback_on_step_end=watch,
+            callback_on_step_end_tensor_inputs=watch.tensor_inputs,
+        )
+        return list(made.frames)
