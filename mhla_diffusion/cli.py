@@ -192,7 +192,7 @@ def add_convert(commands) -> None:
         commands,
         "convert",
         run_convert,
-        "Turn a DiT or SANA model into an MHLA one, or give an MHLA model another grid of blocks.",
+        "Turn a DiT, SANA, SANA-Video or Wan model into an MHLA one, or give an MHLA model another grid of blocks.",
         "A converted stock model computes MHLA with untrained mixing coefficients: fine-tune it before use. An "
         "MHLA model's matrices are interpolated. Nothing is written before all is checked: every key that is "
         "unexpected or missing, sizes, shards, and the sha256 beside a file. A pickled checkpoint is read without "
@@ -200,18 +200,19 @@ def add_convert(commands) -> None:
     )
     add = parser.add_argument
     add("source", metavar="SOURCE", help="pipeline or transformer folder in Diffusers' layout, or a checkpoint file "
-        "of the original DiT, SANA or MHLA-DiT code")  # fmt: skip
+        "or folder of the original DiT, SANA, SANA-Video, Wan or MHLA code")  # fmt: skip
     add(
         "out",
         metavar="OUT",
         help="new folder: a pipeline if SOURCE is one or --pipeline is given, else a model",
     )
     add("--block-grid", type=number_list, metavar="[FRAMES,]ROWS,COLUMNS",
-        help="blocks of tokens per axis (default: 4,4; Wan: 3,5,10; an MHLA checkpoint's own)")  # fmt: skip
+        help="blocks of tokens per axis (default: 4,4; video: 3,5,10; an MHLA checkpoint's own)")  # fmt: skip
     add("--layers", type=layer_choice, metavar="all|none|2/3|N[,N...]",
         help="layers that become MHLA (default: all; 2/3: not 0, 3, 6, ...); an MHLA model keeps its own")  # fmt: skip
     add("--from", dest="layout", default="auto", metavar="LAYOUT",
-        help="auto, diffusers, dit, sana, sana-sprint, wan, or the released MHLA code's: official (DiT), wan-mhla "
+        help="auto, diffusers, dit, sana, sana-sprint, sana-video, wan, or the released MHLA code's: official (DiT), "
+        "wan-mhla "
         "(default: %(default)s)")  # fmt: skip
     add("--config", metavar="FILE",
         help="JSON with arguments of the model that an original checkpoint does not tell")  # fmt: skip

@@ -1,4 +1,4 @@
-"""The layouts that `checkpoints.py` reads: DiT, SANA, SANA-Sprint, the released MHLA code for DiT, and Wan's two.
+"""The layouts that `checkpoints.py` reads: DiT, SANA's three, the released MHLA code for DiT, and Wan's two.
 
 To add one, write its rules and a function that reads the model's arguments off the shapes, and list it in
 `LAYOUTS`.
@@ -21,6 +21,7 @@ from .checkpoints import (
 )
 from .dit_presets import DIT_WIDTHS
 from .sana_presets import SANA_MODELS
+from .sana_video_presets import SANA_VIDEO_MODELS, SANA_VIDEO_WIDTH
 from .wan_layouts import WAN, WAN_MHLA
 
 __all__ = ["LAYOUTS", "LAYOUT_NAMES", "find_layout"]
@@ -36,6 +37,11 @@ DIT_HEADS = {
 SANA_HEADS = {
     preset["cross_attention_dim"]: {name: preset[name] for name in preset if "head" in name}
     for preset in SANA_MODELS.values()
+}
+SANA_VIDEO_HEADS = {
+    SANA_VIDEO_WIDTH["cross_attention_dim"]: {
+        name: size for name, size in SANA_VIDEO_WIDTH.items() if "head" in name
+    }
 }
 
 
@@ -78,15 +84,15 @@ DIT_OFFICIAL = rules(
 )
 
 
-def sana_rules(time: str, guidance: str | None) -> tuple[Rule, ...]:
-    """SANA's rules; `time` and `guidance` are where the two embedders are, which Sprint has elsewhere."""
+def sana_rules(time: str, guidance: str | None, patches: str = "patch_embed.proj") -> tuple[Rule, ...]:
+    """SANA's rules; `time`, `guidance` and `patches` are where the embedders are: Sprint and the video model differ."""
     embedders = {f"t_embedder.mlp.{n}.{{p}}": f"{time}.linear_{n // 2 + 1}.{{p}}" for n in (0, 2)}
     if guidance is not None:
         embedders |= {f"cfg_embedder.mlp.{n}.{{p}}": f"{guidance}.linear_{n // 2 + 1}.{{p}}" for n in (0, 2)}
     block = "transformer_blocks.{i}"
     return rules(
         {
-            "x_embedder.proj.{p}": "patch_embed.proj.{p}",
+            "x_embedder.proj.{p}": f"{patches}.{{p}}",
             **embedders,
             "t_block.1.{p}": "time_embed.linear.{p}",
             "y_embedder.y_proj.fc1.{p}": "caption_projection.linear_1.{p}",
@@ -184,32 +190,49 @@ def official_config(shapes: Shapes, read: Read, given: Mapping) -> dict:
     }
 
 
-def sana_config(shapes: Shapes, read: Read, given: Mapping) -> dict:
-    width, channels, patch, _ = shape_of(shapes, "x_embedder.proj.weight")
+def read_sana(shapes: Shapes, given: Mapping, patch: tuple[int, ...], known: Mapping[int, Mapping]) -> dict:
+    """What SANA and SANA-Video tell alike; `known` has the heads by width."""
+    width, channels = shape_of(shapes, "x_embedder.proj.weight")[:2]
     names = (
         "num_attention_heads",
         "attention_head_dim",
         "num_cross_attention_heads",
         "cross_attention_head_dim",
     )
-    heads = {name: given[name] for name in names if name in given} or SANA_HEADS.get(width)
+    heads = {name: given[name] for name in names if name in given} or known.get(width)
     if heads is None or set(heads) != set(names):
         fields = "{" + ", ".join(f'"{name}": ...' for name in names) + "}"
-        raise ValueError(head_message(width, SANA_HEADS, fields))
+        raise ValueError(head_message(width, known, fields))
     hidden = shape_of(shapes, "blocks.0.mlp.point_conv.conv.weight")[1]
-    return heads | {
+    return dict(heads) | {
         "in_channels": channels,
-        "out_channels": shape_of(shapes, "final_layer.linear.weight")[0] // patch**2,
+        "out_channels": shape_of(shapes, "final_layer.linear.weight")[0] // math.prod(patch),
         "num_layers": layer_count(SANA, shapes),
         "cross_attention_dim": width,
         "caption_channels": shape_of(shapes, "y_embedder.y_proj.fc1.weight")[1],
         "mlp_ratio": hidden / width,
         "attention_bias": "blocks.0.attn.qkv.bias" in shapes,
+        "qk_norm": "rms_norm_across_heads" if "blocks.0.attn.q_norm.weight" in shapes else None,
+    }
+
+
+def sana_config(shapes: Shapes, read: Read, given: Mapping) -> dict:
+    patch = shape_of(shapes, "x_embedder.proj.weight")[2]
+    return read_sana(shapes, given, (patch, patch), SANA_HEADS) | {
         "sample_size": side_of(shapes, given, patch, 32),
         "patch_size": patch,
         "interpolation_scale": position_scale(shapes, read, given),
-        "qk_norm": "rms_norm_across_heads" if "blocks.0.attn.q_norm.weight" in shapes else None,
         "guidance_embeds": "cfg_embedder.mlp.0.weight" in shapes,
+    }
+
+
+def sana_video_config(shapes: Shapes, read: Read, given: Mapping) -> dict:
+    patch = tuple(shape_of(shapes, "x_embedder.proj.weight")[2:])
+    # What the pipeline takes a model's trained sizes from; the published models differ in their patches.
+    sizes = {tuple(preset["patch_size"]): preset["sample_size"] for preset in SANA_VIDEO_MODELS.values()}
+    return read_sana(shapes, given, patch, SANA_VIDEO_HEADS) | {
+        "patch_size": list(patch),
+        "sample_size": given.get("sample_size", sizes.get(patch, 30)),
     }
 
 
@@ -259,6 +282,7 @@ SANA_LEFT_OUT = {
     "y_embedder.y_embedding": "stands for dropped captions in training; the pipelines encode an empty prompt",
     "logvar_linear.{p}": UNUSED,
 }
+TEMPORAL = "blocks.{i}.mlp.t_conv.weight"  # which SANA-Video alone has
 SANA_MARKS = ("t_block.1.weight", "blocks.{i}.cross_attn.q_linear.weight", "blocks.{i}.attn.qkv.weight")
 SANA = Layout(
     name="sana",
@@ -266,7 +290,7 @@ SANA = Layout(
     model="SanaTransformer2DModel",
     rules=sana_rules("time_embed.emb.timestep_embedder", None),
     marks=SANA_MARKS,
-    foreign=("cfg_embedder.mlp.0.weight",),
+    foreign=("cfg_embedder.mlp.0.weight", TEMPORAL),
     read_config=sana_config,
     left_out=SANA_LEFT_OUT,
     positions="pos_embed",
@@ -281,7 +305,17 @@ SPRINT = Layout(
     left_out=SANA_LEFT_OUT,
     positions="pos_embed",
 )
-LAYOUTS = (DIT, OFFICIAL, SANA, SPRINT, WAN, WAN_MHLA)
+SANA_VIDEO = Layout(
+    name="sana-video",
+    title="the original SANA-Video layout",
+    model="SanaVideoTransformer3DModel",
+    rules=sana_rules("time_embed.emb.timestep_embedder", None, "patch_embedding")
+    + rules({TEMPORAL: "transformer_blocks.{i}.ff.conv_temp.weight"}),
+    marks=(*SANA_MARKS, TEMPORAL),
+    read_config=sana_video_config,
+    left_out={**SANA_LEFT_OUT, "pos_embed": "SANA-Video rotates queries and keys in its place"},
+)
+LAYOUTS = (DIT, OFFICIAL, SANA, SPRINT, SANA_VIDEO, WAN, WAN_MHLA)
 LAYOUT_NAMES = tuple(layout.name for layout in LAYOUTS)
 # Layouts that are met but not read, by a key that gives them away, and what to do.
 STRANGERS = {

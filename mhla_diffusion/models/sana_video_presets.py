@@ -9,6 +9,14 @@ from typing import Any
 
 from .options import check_choice
 
+# Heads x channels of the linear attention and of the cross-attention.
+SANA_VIDEO_WIDTH = {
+    "num_attention_heads": 20,
+    "attention_head_dim": 112,
+    "num_cross_attention_heads": 20,
+    "cross_attention_head_dim": 112,
+    "cross_attention_dim": 2240,
+}
 SANA_VIDEO_MODELS: Mapping[str, Mapping[str, Any]] = {
     # Latents of Wan 2.1's autoencoder, 8 times smaller, in patches of 2 x 2.
     "2B-480p": {"in_channels": 16, "out_channels": 16, "patch_size": (1, 2, 2), "sample_size": 30},
@@ -28,12 +36,8 @@ def sana_video_config(name: str) -> dict[str, Any]:
     """
     check_choice("name", name, tuple(SANA_VIDEO_MODELS))
     return {
-        "num_attention_heads": 20,
-        "attention_head_dim": 112,
+        **SANA_VIDEO_WIDTH,
         "num_layers": 20,
-        "num_cross_attention_heads": 20,
-        "cross_attention_head_dim": 112,
-        "cross_attention_dim": 2240,
         "caption_channels": 2304,
         "mlp_ratio": 3.0,
         "qk_norm": "rms_norm_across_heads",

@@ -1,4 +1,4 @@
-"""Writers of the layouts in which DiT, SANA and the released MHLA-DiT code keep their weights.
+"""Writers of the layouts in which DiT, SANA, SANA-Video and the released MHLA-DiT code keep their weights.
 
 They are written from those codes' module names, without the package's own rules, which they check.
 """
@@ -7,7 +7,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from diffusers import DiTTransformer2DModel, SanaTransformer2DModel
+from diffusers import DiTTransformer2DModel, SanaTransformer2DModel, SanaVideoTransformer3DModel
 
 DIT = {
     "num_attention_heads": 2,
@@ -80,19 +80,38 @@ def dit_state(model: DiTTransformer2DModel) -> dict[str, torch.Tensor]:
         linear(state, f"blocks.{i}.adaLN_modulation.1", block.norm1.linear)
     linear(state, "final_layer.adaLN_modulation.1", model.proj_out_1)
     linear(state, "final_layer.linear", model.proj_out_2)
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
+    return copied(state)
 
 
 def sana_state(model: SanaTransformer2DModel) -> dict[str, torch.Tensor]:
     """The state dict that the original SANA code (or SANA-Sprint's) has for the same weights."""
-    sprint = model.config.guidance_embeds
-    time = model.time_embed if sprint else model.time_embed.emb
     width = model.config.num_attention_heads * model.config.attention_head_dim
     tokens = (model.config.sample_size // model.config.patch_size) ** 2
     table = model.patch_embed.pos_embed  # a table of zeros stands for a model without positions
     state = {"pos_embed": torch.zeros(1, tokens, width) if table is None else table}
-    state["y_embedder.y_embedding"] = torch.randn(300, model.config.caption_channels)
     linear(state, "x_embedder.proj", model.patch_embed.proj)
+    return copied(state | sana_body(model))
+
+
+def sana_video_state(model: SanaVideoTransformer3DModel) -> dict[str, torch.Tensor]:
+    """The same for the original SANA-Video code, whose position table is not used: it rotates queries and keys."""
+    state = {"pos_embed": torch.randn(1, 16, model.config.cross_attention_dim)}
+    linear(state, "x_embedder.proj", model.patch_embedding)
+    for i, block in enumerate(model.transformer_blocks):
+        state[f"blocks.{i}.mlp.t_conv.weight"] = block.ff.conv_temp.weight
+    return copied(state | sana_body(model))
+
+
+def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def sana_body(model: SanaTransformer2DModel | SanaVideoTransformer3DModel) -> dict[str, torch.Tensor]:
+    """What both codes name alike."""
+    sprint = model.config.guidance_embeds
+    time = model.time_embed if sprint else model.time_embed.emb
+    width = model.config.num_attention_heads * model.config.attention_head_dim
+    state = {"y_embedder.y_embedding": torch.randn(300, model.config.caption_channels)}
     linear(state, "t_embedder.mlp.0", time.timestep_embedder.linear_1)
     linear(state, "t_embedder.mlp.2", time.timestep_embedder.linear_2)
     if sprint:
@@ -119,7 +138,7 @@ def sana_state(model: SanaTransformer2DModel) -> dict[str, torch.Tensor]:
         linear(state, f"blocks.{i}.mlp.point_conv.conv", block.ff.conv_point)
     linear(state, "final_layer.linear", model.proj_out)
     state["final_layer.scale_shift_table"] = model.scale_shift_table
-    return {name: tensor.detach().clone() for name, tensor in state.items()}
+    return state
 
 
 def official_state(model: DiTTransformer2DModel, blocks: int = 16, seed: int = 5) -> dict[str, torch.Tensor]:
