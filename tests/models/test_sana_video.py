@@ -152,7 +152,23 @@ def test_any_grid_equals_the_reference_and_an_item_its_single_run(grid, blocks, 
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [EVERYTHING, {"qk_norm": None, "mhla_feature_eps": 0.0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        EVERYTHING,
+        {"qk_norm": None, "mhla_feature_eps": 0.0},
+        # As converted, with a published head.
+        {
+            "num_attention_heads": 1,
+            "attention_head_dim": 112,
+            "cross_attention_head_dim": 56,
+            "cross_attention_dim": 112,
+            "mhla_block_grid": (1, 2, 1),
+            "mhla_feature_eps": 0.0,
+        },
+    ],
+    ids=["everything", "without norms", "a head of 112"],
+)
 def test_the_fused_kernels_compute_the_same(options):
     """In the interpreter where there is no GPU: norms of queries and keys, rotation, denominator, gate, convolution."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
