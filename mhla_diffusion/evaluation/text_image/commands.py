@@ -6,12 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from .protocols import TextImageProtocol
+from .protocols import TEXT_IMAGE_PROTOCOLS, TextImageProtocol
 
 
 def add_text_image_options(parser) -> None:
     """Options of `mhla eval run` that only these protocols read."""
-    group = parser.add_argument_group("pictures and prompts (clip_score, mjhq30k_clip)")
+    group = parser.add_argument_group(f"pictures and prompts ({', '.join(TEXT_IMAGE_PROTOCOLS)})")
     add = group.add_argument
     add("--prompts", metavar="FILE",
         help="MJHQ's meta_data.json, .jsonl of {file, prompt}, .txt (default: what the pictures carry)")  # fmt: skip
@@ -22,43 +22,35 @@ def add_text_image_options(parser) -> None:
     add("--random-weights", action="store_true", help="try out without weights; numbers mean nothing")
 
 
-def run_text_image(args: argparse.Namespace, protocol: TextImageProtocol, samples, progress_bar) -> int:
-    """Score `samples` (a PictureSet) and write the result."""
-    from ..image_scores import as_lines, write_result
-    from ..networks.clip import clip_model
-    from .prompts import prompts_of
-    from .scores import score_captions
-
-    weights = dict(args.weights)
-    foreign = sorted(weights.keys() - set(protocol.roles))
-    if foreign:
-        raise ValueError(
-            f"protocol {protocol.name} uses no weights {foreign[0]!r}: it uses {', '.join(protocol.roles)}"
-        )
+def run_text_image(args: argparse.Namespace, protocol: TextImageProtocol, opened, progress_bar) -> int:
+    """Score what `opened()` opens and write the result."""
     if protocol.pretrained and (args.clip_pretrained or args.clip_model):
         raise ValueError(
             f"{protocol.name} is of {protocol.model}, {protocol.pretrained}: for another model run clip_score"
         )
-    prompts = prompts_of(samples, args.prompts, keyed=protocol.keyed, whole=args.limit is None)
-    model = clip_model(
-        weights.get("clip"),
-        model=args.clip_model or protocol.model,
-        pretrained=args.clip_pretrained or protocol.pretrained,
-        random_weights=args.random_weights,
-        device=args.device,
-    )
-    with progress_bar(len(samples)) as bar:
-        result = score_captions(
-            samples,
-            prompts,
+    from ..image_scores import as_lines, write_result
+    from .run import score_set
+
+    out = Path(args.out)
+    with progress_bar(None) as bar:
+        result = score_set(
             protocol,
-            model,
+            args.samples,
+            opened,
+            prompts=args.prompts,
+            whole=args.limit is None,
+            weights=dict(args.weights),
+            device=args.device,
             long_prompts=args.long_prompts,
+            clip_model_name=args.clip_model,
+            clip_pretrained=args.clip_pretrained,
+            random_weights=args.random_weights,
+            detections_out=out.with_name(f"{out.stem}_detections.jsonl"),
             batch_size=args.batch_size,
             workers=args.workers,
             progress=bar.update,
         )
-    write_result(result, Path(args.out))
+    write_result(result, out)
     for line in as_lines(result):
         print(line)
     for note in result["warnings"]:

@@ -1,0 +1,1 @@
+"""Scores of pictures of emoji whose captions say colour, number and place, read from the pixels."""
