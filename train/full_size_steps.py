@@ -18,16 +18,21 @@ import torch
 
 from mhla_diffusion.models.dit_presets import dit_config
 from mhla_diffusion.models.sana_presets import sana_config
+from mhla_diffusion.models.wan_presets import wan_config
 from mhla_diffusion.training.recipe import load_recipe
 from mhla_diffusion.training.rehearsal import Rehearsal
 
 RECIPES = Path(__file__).resolve().parent / "recipes"
-# Name, recipe, its base's transformer, pictures per step on one GPU, further settings.
+WAN = wan_config("2.1-t2v-1.3B")
+# Name, recipe, its base's transformer, pictures or videos per step on one GPU, further settings.
 ROWS = [
     ("dit-s2-256", "dit-s2-256.toml", None, 256, []),
     ("dit-xl2-512", "dit-xl2-mhla.toml", dit_config("XL/2", 512), 16, []),
     ("sana-0.6b-1024", "sana-0.6b-mhla.toml", sana_config("0.6B", 1024), 16, []),
     ("dit-xl2-512-lora", "dit-xl2-mhla.toml", dit_config("XL/2", 512), 16, ['model.train="lora+mixing"']),
+    ("wan-1.3b", "wan-1.3b-mhla.toml", WAN, 1, []),
+    ("wan-1.3b-hybrid", "wan-1.3b-mhla.toml", WAN, 1, ['model.convert.layers="2/3"']),
+    ("wan-1.3b-lora", "wan-1.3b-mhla.toml", WAN, 1, ['model.train="lora+mixing"']),
 ]
 DEFAULT = ("dit-s2-256", "dit-xl2-512", "sana-0.6b-1024")
 
@@ -36,7 +41,8 @@ def row(name: str, file: str, base: dict | None, settings: list[str], steps: int
     recipe = load_recipe(RECIPES / file, settings)
     torch.compiler.reset()
     try:
-        return {**Rehearsal(recipe, base).measure(steps), "name": name, "recipe": file}
+        videos = recipe.data.kind == "videos"  # whose latents and captions are large
+        return {**Rehearsal(recipe, base, 4 if videos else 64).measure(steps), "name": name, "recipe": file}
     except torch.cuda.OutOfMemoryError as error:
         return {"name": name, "recipe": file, "finite": False, "error": str(error).splitlines()[0]}
     finally:
@@ -49,8 +55,9 @@ def as_text(row: dict) -> str:
     if "error" in row:
         return f"{row['name']}: {row['error']}"
     memory = "" if row["peak_gb"] is None else f", peak {row['peak_gb']:.1f} GB"
+    what = "videos" if len(row["latents"]) == 4 else "pictures"
     return (
-        f"{row['name']}: {row['step_ms']:.1f} ms a step of {row['batch_size']} pictures{memory}, settled after "
+        f"{row['name']}: {row['step_ms']:.1f} ms a step of {row['batch_size']} {what}{memory}, settled after "
         f"{row['settling_s']:.0f} s, loss {row['losses'][0]:.4f} -> {row['losses'][-1]:.4f}, "
         f"{'finite' if row['finite'] else 'NOT FINITE'}, {row['trained_parameters']:,} of {row['parameters']:,} "
         "numbers trained"
@@ -67,8 +74,8 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=20, help="steps of each row (default: 20)")
     parser.add_argument("--only", nargs="+", default=list(DEFAULT), choices=[r[0] for r in ROWS], metavar="NAME",
-                        help=f"which rows: {', '.join(r[0] for r in ROWS)} (default: all but the last)")  # fmt: skip
-    parser.add_argument("--batch", type=int, default=0, help="pictures per step; 0: each row's own")
+                        help=f"rows: {', '.join(r[0] for r in ROWS)} (default: {', '.join(DEFAULT)})")  # fmt: skip
+    parser.add_argument("--batch", type=int, default=0, help="pictures or videos per step; 0: each row's own")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--set", dest="overrides", nargs="+", action="extend", default=[],
                         metavar="SECTION.KEY=VALUE", help="replace settings of the recipes")  # fmt: skip

@@ -11,87 +11,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from mhla_diffusion.loading import no_library_bars
-
 from .config import ConvertConfig, ModelConfig, Recipe
+from .losses import makes_videos
 from .parameters import LORA
+from .parts import (
+    base_folder,
+    diffusers_class,
+    fresh_text_encoder,
+    fresh_transformer,
+    load_part,
+    load_vae,
+)
 from .randomness import derived_seed
 from .recipe import check_model_table, constructor_fields
-
-
-def diffusers_class(name: str):
-    """A class by its recorded name: ours first, else Diffusers'."""
-    import diffusers
-
-    import mhla_diffusion
-
-    if name.startswith("MHLA"):
-        return getattr(mhla_diffusion, name)
-    if not hasattr(diffusers, name):
-        raise ValueError(
-            f"neither mhla_diffusion nor diffusers has a class {name!r}; is the folder made by another version?"
-        )
-    return getattr(diffusers, name)
-
-
-def _load(folder: Path, part: str, hint: str = ""):
-    """One component of a pipeline folder, in float32."""
-    path = folder / part
-    config = next((path / n for n in ("config.json", "scheduler_config.json") if (path / n).is_file()), None)
-    if part == "tokenizer" and path.is_dir():
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(path)
-    if config is None:
-        raise ValueError(f"{folder} has no {part}/{hint}")
-    facts = json.loads(config.read_text())
-    if part == "text_encoder":
-        import transformers
-
-        cls = getattr(transformers, facts["architectures"][0])
-        with no_library_bars():
-            return cls.from_pretrained(path, dtype=torch.float32)
-    cls = diffusers_class(facts["_class_name"])
-    if part == "scheduler":
-        return cls.from_pretrained(path)
-    return cls.from_pretrained(path, torch_dtype=torch.float32)
-
-
-def base_folder(model: ModelConfig) -> Path:
-    """The recipe's base as a folder; a bare name is looked for where pipelines are kept."""
-    path = Path(model.base)
-    if path.is_dir():
-        return path
-    from mhla_diffusion.weights import find_pipeline
-
-    return find_pipeline(model.base)
-
-
-def load_vae(base: Path):
-    """The base pipeline's autoencoder, float32, frozen."""
-    return _load(base, "vae").requires_grad_(False).eval()
-
-
-def fresh_transformer(model: ModelConfig) -> nn.Module:
-    """A new transformer from [model.transformer]; unknown fields name the nearest."""
-    cls = diffusers_class(model.transformer_class)
-    check_model_table(model.transformer, constructor_fields(cls), "model.transformer")
-    return cls(**model.transformer)
-
-
-def fresh_text_encoder(model: ModelConfig, vocabulary: int) -> nn.Module:
-    """A new Gemma-2 text encoder from [model.text_encoder], at least as many entries as the tokenizer has tokens."""
-    from transformers import Gemma2Config, Gemma2Model
-
-    allowed = Gemma2Config().to_dict().keys() | {"attn_implementation"}
-    check_model_table(model.text_encoder, allowed, "model.text_encoder")
-    config = Gemma2Config(**model.text_encoder)
-    if config.vocab_size < vocabulary:
-        raise ValueError(
-            f"recipe: model.text_encoder.vocab_size = {config.vocab_size} is below the tokenizer's "
-            f"{vocabulary} tokens; write {vocabulary}"
-        )
-    return Gemma2Model(config)
 
 
 @dataclass
@@ -130,14 +62,27 @@ class Components:
 
     @property
     def max_sequence_length(self) -> int:
-        return int(self.defaults.get("max_sequence_length") or 300)
+        return int(
+            self.defaults.get("max_sequence_length") or (512 if makes_videos(self.transformer) else 300)
+        )
+
+    @property
+    def _vae_config(self) -> dict:
+        return json.loads((self.base / "vae" / "config.json").read_text())
 
     @property
     def latent_factor(self) -> int:
-        """Pixels per latent token along one axis: autoencoder factor times patch size."""
-        config = json.loads((self.base / "vae" / "config.json").read_text())
+        """Pixels per latent token along one axis of a picture: autoencoder factor times patch size."""
+        config, patch = self._vae_config, self.transformer.config.patch_size
+        if makes_videos(self.transformer):
+            return config.get("scale_factor_spatial", 8) * patch[-1]
         stages = config.get("encoder_block_out_channels") or config["block_out_channels"]
-        return 2 ** (len(stages) - 1) * self.transformer.config.patch_size
+        return 2 ** (len(stages) - 1) * patch
+
+    @property
+    def frame_factor(self) -> int | None:
+        """Frames of a video per frame of latents; None for models of pictures."""
+        return self._vae_config.get("scale_factor_temporal", 4) if makes_videos(self.transformer) else None
 
     def pipeline(self, transformer: nn.Module | None = None, text_encoder: nn.Module | None = None):
         """A pipeline object around these parts, or around the given stand-ins."""
@@ -151,12 +96,26 @@ class Components:
         )
 
 
+def transformer_class(model: ModelConfig, base: Path) -> str:
+    """Class name of the recipe's transformer; empty when neither the recipe nor the base has one."""
+    if model.transformer is not None:
+        return model.transformer_class
+    config = base / "transformer" / "config.json"
+    return json.loads(config.read_text()).get("_class_name", "") if config.is_file() else ""
+
+
 def has_classes(model: ModelConfig, base: Path) -> bool:
     """Whether the recipe's transformer is a DiT, which is told classes and not captions."""
-    if model.transformer is not None:
-        return "DiT" in model.transformer_class
-    config = base / "transformer" / "config.json"
-    return config.is_file() and "DiT" in json.loads(config.read_text()).get("_class_name", "")
+    return "DiT" in transformer_class(model, base)
+
+
+def _check_single_expert(base: Path, facts: dict) -> None:
+    per_token = facts.get("expand_timesteps")
+    if per_token or (facts.get("transformer_2") or [None])[0] is not None:
+        raise ValueError(
+            f"recipe: {base} is Wan 2.2 with {'a timestep per token' if per_token else 'two experts'}; recipes train "
+            "Wan 2.1, text to video"
+        )
 
 
 def _pipeline_class_and_defaults(base: Path, recipe: Recipe, by_class: bool) -> tuple[type, dict]:
@@ -164,11 +123,13 @@ def _pipeline_class_and_defaults(base: Path, recipe: Recipe, by_class: bool) -> 
     model, length = recipe.model, recipe.data.max_sequence_length
     index = base / "model_index.json"
     facts = json.loads(index.read_text()) if index.is_file() else {}
+    _check_single_expert(base, facts)
+    ours = "MHLAWanPipeline" if "Wan" in transformer_class(model, base) else "MHLASanaPipeline"
     # Any number of classes is only drawn by our pipeline for DiT.
-    name = "MHLADiTPipeline" if by_class else facts.get("_class_name", "MHLASanaPipeline")
+    name = "MHLADiTPipeline" if by_class else facts.get("_class_name", ours)
     cls = diffusers_class(name)
     allowed = inspect.signature(cls.__init__).parameters.keys() - {"self"}
-    parts = {"tokenizer", "text_encoder", "vae", "transformer", "scheduler"}
+    parts = {"tokenizer", "text_encoder", "vae", "transformer", "transformer_2", "scheduler"}
     check_model_table(model.defaults, allowed - parts, "model.defaults")
     if by_class and "DiT" not in facts.get("_class_name", ""):
         facts = {}  # values of another kind of pipeline
@@ -207,7 +168,7 @@ def loss_kind(recipe: Recipe, by_class: bool) -> str:
     kind = recipe.loss.kind
     if kind == "diffusion" and not by_class:
         raise ValueError(
-            'recipe: loss.kind = "diffusion" trains a DiT; SANA learns flow matching: write "flow" or "auto"'
+            'recipe: loss.kind = "diffusion" trains a DiT; SANA and Wan learn flow matching: write "flow" or "auto"'
         )
     return kind if kind != "auto" else "diffusion" if by_class else "flow"
 
@@ -282,12 +243,12 @@ def add_adapters(transformer: nn.Module, recipe: Recipe) -> None:
 
 
 def _loaded_transformer(base: Path) -> nn.Module:
-    return _load(base, "transformer", "; to train a new one, write [model.transformer]")
+    return load_part(base, "transformer", "; to train a new one, write [model.transformer]")
 
 
 def _text_components(recipe: Recipe, base: Path, cls: type, defaults: dict) -> Components:
     model = recipe.model
-    tokenizer = _load(base, "tokenizer")
+    tokenizer = load_part(base, "tokenizer")
     if model.transformer is not None:
         transformer = fresh_transformer(model)
     else:
@@ -297,10 +258,10 @@ def _text_components(recipe: Recipe, base: Path, cls: type, defaults: dict) -> C
     if model.convert is not None:
         transformer = converted(transformer, model.convert)
     if model.text_encoder is not None:
-        text_encoder = fresh_text_encoder(model, len(tokenizer))
+        text_encoder = fresh_text_encoder(model, len(tokenizer), makes_videos(transformer))
     else:
-        text_encoder = _load(base, "text_encoder", "; to train a new one, write [model.text_encoder]")
-    return Components(cls, base, tokenizer, _load(base, "scheduler"), transformer, text_encoder, defaults)
+        text_encoder = load_part(base, "text_encoder", "; to train a new one, write [model.text_encoder]")
+    return Components(cls, base, tokenizer, load_part(base, "scheduler"), transformer, text_encoder, defaults)
 
 
 def _class_components(recipe: Recipe, base: Path, kind: str, cls: type, defaults: dict) -> Components:
@@ -309,7 +270,7 @@ def _class_components(recipe: Recipe, base: Path, kind: str, cls: type, defaults
     model, fresh = recipe.model, recipe.model.transformer is not None
     _check_class_recipe(recipe)
     there = (base / "scheduler" / "scheduler_config.json").is_file()
-    scheduler = scheduler_for(kind, _load(base, "scheduler") if there else None, fresh)
+    scheduler = scheduler_for(kind, load_part(base, "scheduler") if there else None, fresh)
     if fresh:
         transformer_class = diffusers_class(model.transformer_class)
         check_model_table(model.transformer, constructor_fields(transformer_class), "model.transformer")

@@ -26,7 +26,9 @@ class RunConfig:
     out: str = setting("", "output folder; empty means runs/<name>")
     seed: int = setting(0, "every random choice is a function of (seed, step, sample)")
     steps: int = setting(1000, "optimizer steps in all; the cosine schedule ends here")
-    batch_size: int = setting(32, "images per optimizer step, over all processes and accumulation steps")
+    batch_size: int = setting(
+        32, "images or videos per optimizer step, over all processes and accumulation steps"
+    )
     gradient_accumulation: int = setting(1, "micro-batches per optimizer step")
     mixed_precision: Literal["no", "bf16"] = setting("no", "autocast; weights and optimizer stay float32")
     tf32: bool = setting(True, "allow TF32 in float32 matrix products on CUDA")
@@ -66,8 +68,13 @@ class LoraConfig:
 class ConvertConfig:
     """[model.convert]: turn the base pipeline's stock transformer into an MHLA one before training."""
 
-    block_grid: list[int] = setting([4, 4], "blocks per axis of the token grid")
-    layers: list[int] | None = setting(None, "layers that become MHLA; left out: all of them")
+    block_grid: list[int] = setting(
+        [4, 4], "blocks per axis of the token grid; for videos [3, 5, 10] and the like"
+    )
+    layers: list[int] | str | None = setting(
+        None,
+        'layers that become MHLA: numbers, or a share such as "2/3" (not 0, 3, 6, ...); left out: all of them',
+    )
     gate: bool = setting(False, "add an output gate; starts neutral")
     local_conv: int | None = setting(
         None, "size of a depthwise convolution on the values (3); starts at zero"
@@ -86,13 +93,18 @@ class ModelConfig:
     transformer: dict | None = setting(
         None, "[model.transformer]: build a fresh transformer with this config"
     )
-    text_encoder: dict | None = setting(None, "[model.text_encoder]: build a fresh Gemma-2 text encoder")
+    text_encoder: dict | None = setting(
+        None, "[model.text_encoder]: build a fresh text encoder, Gemma-2 or for Wan UMT5"
+    )
     transformer_class: Literal[
-        "MHLASanaTransformer2DModel", "SanaTransformer2DModel", "MHLADiTTransformer2DModel"
+        "MHLASanaTransformer2DModel",
+        "SanaTransformer2DModel",
+        "MHLADiTTransformer2DModel",
+        "MHLAWanTransformer3DModel",
     ] = setting(
         "MHLASanaTransformer2DModel",
-        "class of a fresh transformer; the stock one serves for comparisons, a DiT draws classes. DiT without MHLA: "
-        "mhla_layers = []",
+        "class of a fresh transformer; the stock one serves for comparisons, a DiT draws classes, a Wan makes videos. "
+        "DiT or Wan without MHLA: mhla_layers = []",
     )
     convert: ConvertConfig | None = setting(None, "[model.convert]: convert a stock transformer first")
     new_classes: bool = setting(
@@ -116,16 +128,24 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """[data]: pictures and captions."""
+    """[data]: pictures or videos, and captions."""
 
-    kind: Literal["folder", "emoji"] = setting("folder", "folder: own images; emoji: the emoji set")
-    path: str = setting("", "the image folder or the emoji tar; required")
+    kind: Literal["folder", "emoji", "videos"] = setting(
+        "folder", "folder: own images; emoji: the emoji set; videos: own videos (and images), for Wan"
+    )
+    path: str = setting("", "the folder of images or videos, or the emoji tar; required")
     size: int = setting(64, "side of the square, or with buckets the square root of the pixel budget")
+    sizes: list[list[int]] = setting(
+        [],
+        "videos: buckets as [frames, height, width]. A video goes into the longest that it fills, and of these into "
+        "the nearest shape",
+    )
+    fps: float = setting(0.0, "videos: frames a second, picked from the file's own; 0: all of them")
     buckets: bool = setting(
         False, "folder: resize into aspect-ratio buckets in place of a square centre crop"
     )
     template: str = setting(
-        "a picture of {}", "folder without captions.jsonl: caption of a class folder's images"
+        "a picture of {}", "without captions.jsonl: caption of a class folder's images or videos"
     )
     classes: Literal["names", "order"] = setting(
         "names",
@@ -145,7 +165,7 @@ class DataConfig:
         0, "caption tokens, in training and in the exported pipeline; 0: the base pipeline's own value"
     )
     cache: str = setting("runs/latents", "folder of encoded data sets; empty: encode anew each run")
-    encode_batch: int = setting(64, "images per autoencoder call")
+    encode_batch: int = setting(64, "images or videos per autoencoder call")
     keep_on: Literal["device", "host"] = setting("device", "where latents and captions stay during training")
 
 
@@ -180,7 +200,7 @@ class LossConfig:
     kind: Literal["auto", "flow", "diffusion"] = setting(
         "auto",
         "flow: flow matching, see [flow]. diffusion: the noise of a DDPM, and the variance where the transformer has "
-        "channels for it. auto: flow for SANA, diffusion for DiT",
+        "channels for it. auto: flow for SANA and Wan, diffusion for DiT",
     )
     variational_weight: float = setting(
         0.001,
@@ -226,11 +246,11 @@ class CheckpointConfig:
 
 @dataclass
 class SampleConfig:
-    """[sample]: a grid of pictures drawn with the EMA weights while training."""
+    """[sample]: a grid of pictures or videos drawn with the EMA weights while training."""
 
     every: int = setting(0, "steps between grids; 0: none")
-    prompts: list[str] = setting([], "one picture each; of a DiT: names or numbers of classes")
-    seed: int = setting(0, "picture i starts from noise seeded (seed, i)")
+    prompts: list[str] = setting([], "one picture or video each; of a DiT: names or numbers of classes")
+    seed: int = setting(0, "picture or video i starts from noise seeded (seed, i)")
     steps: int = setting(20, "sampler steps")
     guidance: float = setting(4.5, "guidance scale")
 

@@ -23,7 +23,11 @@ Captions = list[list[str]]  # per picture: one or several captions, one of which
 
 @dataclass
 class Bucket:
-    """Pictures of one size. `read(indices)` gives uint8 `(n, 3, height, width)` and the indices that were readable."""
+    """Pictures of one size, or videos of one length and size.
+
+    `read(indices)` gives uint8 `(n, 3, height, width)`, of videos `(n, 3, frames, height, width)`, and the indices that
+    were readable.
+    """
 
     height: int
     width: int
@@ -42,17 +46,32 @@ class PictureSource:
     fingerprint: str
 
 
-def open_source(config: DataConfig, latent_factor: int, seed: int, by_class: bool = False) -> PictureSource:
+def open_source(
+    config: DataConfig, latent_factor: int, seed: int, by_class: bool = False, frame_factor: int | None = None
+) -> PictureSource:
     """The recipe's data set.
 
     Args:
         latent_factor: pixels per latent token; sizes are multiples of it.
         seed: of the emoji set's backgrounds and compositions.
         by_class: the captions are the names of the pictures' classes.
+        frame_factor: frames per latent frame, of a model of videos.
 
     Raises:
         ValueError: no such path, no pictures, bad captions.jsonl (names the line), size not a multiple of the factor.
     """
+    if (config.kind == "videos") != (frame_factor is not None):
+        wanted = '"videos" with data.sizes' if frame_factor is not None else '"folder" or "emoji"'
+        raise ValueError(
+            f"recipe: data.kind = {config.kind!r} is not for a model of "
+            f"{'pictures' if frame_factor is None else 'videos'}; write {wanted}"
+        )
+    if frame_factor is not None:
+        from .clips import open_videos
+
+        check_path(config)
+        source = open_videos(config, latent_factor, frame_factor)
+        return mirrored(source) if config.flip else source
     if config.size % latent_factor:
         raise ValueError(
             f"recipe: data.size = {config.size} is not a multiple of {latent_factor}, the pixels per token "
@@ -183,10 +202,10 @@ def open_folder(config: DataConfig, latent_factor: int, by_class: bool = False) 
     return PictureSource(lambda: buckets, digest.hexdigest())
 
 
-def warn_unreadable(paths: list[Path]) -> None:
+def warn_unreadable(paths: list[Path], what: str = "unreadable pictures") -> None:
     if paths:
         names = ", ".join(str(path) for path in paths[:10]) + (", ..." if len(paths) > 10 else "")
-        warnings.warn(f"{len(paths)} unreadable pictures are left out: {names}", stacklevel=3)
+        warnings.warn(f"{len(paths)} {what} are left out: {names}", stacklevel=3)
 
 
 def _folder_bucket(height: int, width: int, group: list[tuple[Path, list[str]]]) -> Bucket:

@@ -9,6 +9,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import nn
@@ -19,6 +20,7 @@ from .checkpoint import write_folder
 from .components import Components
 from .config import Recipe, SampleConfig
 from .ema import EMA
+from .losses import makes_videos
 from .randomness import generator
 
 
@@ -113,11 +115,16 @@ def undisturbed(*modules: nn.Module, device: torch.device):
 
 
 def draw_pictures(
-    parts: Components, prompts: list[str], sample: SampleConfig, size: int, device: torch.device
-) -> list[Image.Image]:
+    parts: Components,
+    prompts: list[str],
+    sample: SampleConfig,
+    size: int | tuple[int, int, int],
+    device: torch.device,
+) -> list[Image.Image] | np.ndarray:
     """One picture a prompt with the weights as they are; picture i starts from noise seeded (sample.seed, i).
 
-    The prompts of a DiT are names or numbers of classes.
+    The prompts of a DiT are names or numbers of classes. `size` is the side of a picture; of videos it is (frames,
+    height, width), and their frames come as one array `(prompts, F, H, W, 3)` in [0, 1].
     """
     models = [m for m in (parts.vae, parts.text_encoder) if m is not None]
     visitors = [m for m in models if next(m.parameters()).device.type != device.type]
@@ -125,8 +132,11 @@ def draw_pictures(
         module.to(device)
     pipeline = parts.pipeline()
     pipeline.set_progress_bar_config(disable=True)
+    height, width = (size, size) if isinstance(size, int) else size[1:]
     if parts.class_numbers is not None:
         request = {"class_labels": pipeline.typed_labels(prompts)}
+    elif makes_videos(parts.transformer):
+        request = {"prompt": list(prompts), "negative_prompt": "", "num_frames": size[0], "output_type": "np"}
     else:
         request = {
             "prompt": list(prompts),
@@ -136,22 +146,39 @@ def draw_pictures(
     trained = [m for m in (parts.transformer, parts.text_encoder) if m is not None]
     try:
         with undisturbed(*trained, device=device):
-            return pipeline(
+            drawn = pipeline(
                 num_inference_steps=sample.steps,
                 guidance_scale=sample.guidance,
                 generator=[generator("cpu", sample.seed, i) for i in range(len(prompts))],
-                height=size,
-                width=size,
+                height=height,
+                width=width,
                 **request,
-            ).images
+            )
+            return drawn.frames if makes_videos(parts.transformer) else drawn.images
     finally:
         for module in visitors:
             module.to("cpu")
 
 
 def draw_grid(target: Path, parts: Components, ema: EMA, recipe: Recipe, device: torch.device) -> None:
-    """Draws the recipe's sample prompts with the EMA weights into a PNG."""
+    """Draws the recipe's sample prompts with the EMA weights into `target` and .png, or of videos .mp4 or .gif."""
+    videos = makes_videos(parts.transformer)
+    size = tuple(recipe.data.sizes[0]) if videos else recipe.data.size
     with ema.applied():
-        images = draw_pictures(parts, recipe.sample.prompts, recipe.sample, recipe.data.size, device)
+        images = draw_pictures(parts, recipe.sample.prompts, recipe.sample, size, device)
     target.parent.mkdir(parents=True, exist_ok=True)
-    contact_sheet(images, columns=math.ceil(math.sqrt(len(images)))).save(target)
+    columns = math.ceil(math.sqrt(len(images)))
+    if not videos:
+        contact_sheet(images, columns).save(target.with_suffix(".png"))
+        return
+    from mhla_diffusion.pipelines.videos import as_frames, is_installed, save_video
+
+    clips = [[Image.fromarray(frame) for frame in as_frames(clip)] for clip in images]
+    frames = [contact_sheet(list(shown), columns) for shown in zip(*clips, strict=True)]
+    settings = {
+        "prompts": recipe.sample.prompts,
+        "steps": recipe.sample.steps,
+        "guidance": recipe.sample.guidance,
+    }
+    suffix = ".mp4" if is_installed("av") else ".gif"
+    save_video(frames, target.with_suffix(suffix), fps=recipe.data.fps or 16, settings=settings)

@@ -20,7 +20,7 @@ class Draw:
     index: torch.Tensor  # (B,) int64 rows of the bucket, on the store's device
     caption: torch.Tensor  # (B,) int64 rows of the caption table, 0 where the caption is dropped
     time: torch.Tensor  # (B,) on the training device: sigma, float32; or a diffusion step, int64
-    noise: torch.Tensor  # (B, C, h, w) float32, on the training device
+    noise: torch.Tensor  # (B, C, h, w) or (B, C, frames, h, w) float32, on the training device
 
 
 class Feed:

@@ -1,4 +1,4 @@
-"""Encodes pictures once, keeps the result on disk, and serves batches from tensors that stay on the device."""
+"""Encodes pictures, videos and captions once, and keeps the result on disk."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from .checkpoint import write_folder
 from .components import Components
 from .config import DataConfig
 from .data import Captions, PictureSource
+from .losses import makes_videos
 
 _FORMAT = "1"  # part of every cache key; raise it when the encoding or the layout changes
 
 
 @dataclass
 class LatentSet:
-    """Encoded pictures: per bucket `(K, C, h, w)` float32 latents, and the captions of each picture."""
+    """Per bucket float32 latents of pictures `(K, C, h, w)` or videos `(K, C, frames, h, w)`, and their captions."""
 
     latents: list[torch.Tensor]
     captions: list[Captions]
@@ -34,11 +35,16 @@ class LatentSet:
 
 
 def encode_pixels(vae: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
-    """uint8 `(B, 3, H, W)` -> float32 latents `(B, C, h, w)` as the transformer sees them."""
+    """uint8 `(B, 3, H, W)` or `(B, 3, F, H, W)` -> float32 latents `(B, C, ...)` as the transformer sees them."""
     images = pixels.to(next(vae.parameters()).device).float() / 127.5 - 1
     encoded = vae.encode(images.to(next(vae.parameters()).dtype))
     latents = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
-    return latents.float() * vae.config.scaling_factor
+    mean, std = getattr(vae.config, "latents_mean", None), getattr(vae.config, "latents_std", None)
+    if mean is None or std is None:
+        return latents.float() * vae.config.scaling_factor
+    shape = (1, -1, *[1] * (latents.ndim - 2))
+    mean, std = (torch.tensor(x, device=latents.device).view(shape) for x in (mean, std))
+    return (latents.float() - mean) / std
 
 
 @torch.no_grad()
@@ -56,7 +62,7 @@ def encode_source(source: PictureSource, vae: nn.Module, batch: int) -> LatentSe
             latents.append(torch.cat(parts))
             captions.append(texts)
     if not latents:
-        raise ValueError("none of the pictures can be read; convert them to PNG or JPEG")
+        raise ValueError("none of the files can be read; convert them to PNG or JPEG, videos to mp4")
     return LatentSet(latents, captions)
 
 
@@ -65,6 +71,18 @@ def _vae_digest(folder: Path) -> str:
     for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def _text_digest(base: Path, texts: list[str], length: int) -> str:
+    """Of what the embeddings of captions are made of; the files are large, so their contents are hashed one by one."""
+    digest = hashlib.sha256(json.dumps([length, texts]).encode())
+    files = [
+        path for part in ("tokenizer", "text_encoder") for path in (base / part).iterdir() if path.is_file()
+    ]
+    for path in sorted(files):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:32]
 
 
 def load_or_encode(
@@ -105,7 +123,7 @@ class CaptionTable:
     """Every different caption once, entry 0 being the empty one that caption dropout puts in place.
 
     `values`: token ids `(U, L)` int64 for a trained text encoder, else its output `(U, L, D)`; of classes their
-    numbers `(U,)`, the null class first. `mask`: `(U, L)` int64, None with classes.
+    numbers `(U,)`, the null class first. `mask`: `(U, L)` int64, None with classes, and with embeddings for Wan.
     `choice[b]`: `(K_b, V)` int64 entries of each picture, `count[b]`: `(K_b,)` how many.
     """
 
@@ -115,11 +133,20 @@ class CaptionTable:
     count: list[torch.Tensor]
 
 
+def cleaned(text: str, videos: bool) -> str:
+    """The clean-up that the pipelines apply: SANA's lower case, Wan's single spaces."""
+    if not videos:
+        return text.lower().strip()
+    from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+    return prompt_clean(text)
+
+
 def tokenise(tokenizer, texts: list[str], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask `(len(texts), length)` int64, with the clean-up that SANA pipelines apply (lower case, stripped)."""
+    """Ids and mask `(len(texts), length)` int64, right-padded."""
     tokenizer.padding_side = "right"
     tokens = tokenizer(
-        [text.lower().strip() for text in texts], padding="max_length", max_length=length, truncation=True,
+        texts, padding="max_length", max_length=length, truncation=True,
         add_special_tokens=True, return_tensors="pt",
     )  # fmt: skip
     return tokens.input_ids, tokens.attention_mask
@@ -146,10 +173,52 @@ def embed_captions(
     return values[:, :longest].contiguous(), mask[:, :longest].contiguous()
 
 
+@torch.no_grad()
+def embed_video_captions(
+    parts: Components, texts: list[str], length: int, device: torch.device, batch: int = 8
+) -> torch.Tensor:
+    """Output `(U, length, D)` of the frozen text encoder as Wan's pipeline gives it, on the CPU: zeros are padding."""
+    pipeline = parts.pipeline()
+    text_encoder = parts.text_encoder.to(device).eval()
+    values = []
+    for start in range(0, len(texts), batch):
+        embeds, _ = pipeline.encode_prompt(
+            prompt=texts[start : start + batch], do_classifier_free_guidance=False, device=device,
+            max_sequence_length=length,
+        )  # fmt: skip
+        values.append(embeds.cpu())
+    text_encoder.to("cpu")
+    return torch.cat(values)
+
+
+def load_or_embed(
+    parts: Components, texts: list[str], length: int, device: torch.device, cache: str
+) -> torch.Tensor:
+    """`embed_video_captions`, from the cache when text encoder, tokenizer and captions are the same.
+
+    Wan's text encoder has four times the weights of its small transformer.
+    """
+    folder = Path(cache) / _text_digest(parts.base, texts, length) if cache else None
+    if folder is not None and folder.is_dir():
+        try:
+            return load_file(folder / "captions.safetensors")["values"]
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            warnings.warn(f"the captions in {folder} cannot be read ({error}); encoding anew", stacklevel=2)
+    values = embed_video_captions(parts, texts, length, device).contiguous()
+    if folder is not None:
+        write_folder(
+            folder, lambda temporary: save_file({"values": values}, temporary / "captions.safetensors")
+        )
+    return values
+
+
 def caption_table(
-    encoded: LatentSet, parts: Components, trained: bool, length: int, device: torch.device
+    encoded: LatentSet, parts: Components, trained: bool, length: int, device: torch.device, cache: str = ""
 ) -> CaptionTable:
-    """Tokenises (trained text encoder) or encodes (frozen) every different caption of the set."""
+    """Tokenises (trained text encoder) or encodes (frozen) every different caption of the set.
+
+    `cache`: folder for the embeddings of videos' captions; empty: encode anew.
+    """
     number = {"": 0}
     choice, count = [], []
     for captions in encoded.captions:
@@ -158,8 +227,11 @@ def caption_table(
         count.append(torch.tensor([len(row) for row in rows]))
         choice.append(torch.tensor([row + [0] * (most - len(row)) for row in rows]))
     texts = list(number)
+    videos = makes_videos(parts.transformer)
     if trained:
-        values, mask = tokenise(parts.tokenizer, texts, length)
+        values, mask = tokenise(parts.tokenizer, [cleaned(text, videos) for text in texts], length)
+    elif videos:
+        values, mask = load_or_embed(parts, texts, length, device, cache), None
     else:
         values, mask = embed_captions(parts, texts, length, device)
     return CaptionTable(values, mask, choice, count)

@@ -247,7 +247,7 @@ class Training(Session):
                 self._checkpoint(step)
             if due(recipe.sample.every) or (last and recipe.sample.every):
                 draw_grid(
-                    self.out / "samples" / f"step-{step:08d}.png", self.parts, self.ema, recipe, self.device
+                    self.out / "samples" / f"step-{step:08d}", self.parts, self.ema, recipe, self.device
                 )
         if last or due(recipe.checkpoint.export_every):
             self._export(step)

@@ -7,7 +7,7 @@ one forward, and autocast covers all of it.
 from __future__ import annotations
 
 import torch
-from diffusers import DiTTransformer2DModel
+from diffusers import DiTTransformer2DModel, WanTransformer3DModel
 from torch import nn
 
 from .config import FlowConfig
@@ -33,6 +33,11 @@ def draws_classes(transformer: nn.Module) -> bool:
     return isinstance(transformer, DiTTransformer2DModel)
 
 
+def makes_videos(transformer: nn.Module) -> bool:
+    """Whether latents have frames, and captions come without a mask: their padding is zeros that count as tokens."""
+    return isinstance(transformer, WanTransformer3DModel)
+
+
 class Denoiser(nn.Module):
     """A transformer, and the text encoder when it is trained, behind one call for captions and for classes."""
 
@@ -44,16 +49,20 @@ class Denoiser(nn.Module):
     def predict(
         self, noisy: torch.Tensor, time: torch.Tensor, condition: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """The transformer's output, float32 `(B, C', h, w)`.
+        """The transformer's output, float32 `(B, C', h, w)`, of a video `(B, C', frames, h, w)`.
 
         Args:
-            noisy: `(B, C, h, w)` float32. time: `(B,)`, as the transformer takes it.
+            noisy: `(B, C, h, w)` or `(B, C, frames, h, w)` float32. time: `(B,)`, as the transformer takes it.
             condition: class numbers `(B,)`; or of captions token ids `(B, L)` where the text encoder is trained, else
                 embeddings `(B, L, D)`.
-            mask: `(B, L)` int64, 1 for real tokens; None with classes.
+            mask: `(B, L)` int64, 1 for real tokens; None with classes, and with embeddings for Wan.
         """
         if draws_classes(self.transformer):
             arguments = {"class_labels": condition}
+        elif makes_videos(self.transformer):
+            if self.text_encoder is not None:
+                condition = self.text_encoder(condition, attention_mask=mask)[0] * mask[..., None]
+            arguments = {"encoder_hidden_states": condition}
         else:
             if self.text_encoder is not None:
                 condition = self.text_encoder(condition, attention_mask=mask, use_cache=False)[0]
@@ -93,11 +102,11 @@ class FlowLoss(Denoiser):
         """Mean squared error of each sample, `(B,)` float32.
 
         Args:
-            latents, noise: `(B, C, h, w)` float32.
+            latents, noise: `(B, C, h, w)` or `(B, C, frames, h, w)` float32.
             sigma: `(B,)` float32 in [0, 1].
             condition, mask: as in `predict`.
         """
-        level = sigma.view(-1, 1, 1, 1)
+        level = sigma.view(-1, *[1] * (latents.ndim - 1))
         noisy = (1 - level) * latents + level * noise  # x_t
         target = noise - latents  # dx_t / dt
         velocity = self.predict(noisy, sigma * self.time_scale, condition, mask)

@@ -45,7 +45,15 @@ def _typed(value, hint, where: str):
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     wrong = ValueError(f"recipe: {where} = {value!r} is not {_type_name(hint)}")
     if origin is types.UnionType:
-        return _typed(value, next(a for a in args if a is not type(None)), where)
+        choices = [a for a in args if a is not type(None)]
+        if len(choices) == 1:
+            return _typed(value, choices[0], where)
+        for choice in choices:
+            try:
+                return _typed(value, choice, where)
+            except ValueError:
+                continue
+        raise wrong
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             raise wrong
@@ -171,7 +179,18 @@ def _check_ranges(recipe: Recipe) -> None:
         need(value >= 0, f"{section}.{name}", value, "0 (never in between) or more steps")
     need(run.max_minutes >= 0, "run.max_minutes", run.max_minutes, "0 (no limit) or more")
     need(model.base != "", "model.base", model.base, "the path of a pipeline folder")
-    need(data.path != "", "data.path", data.path, "the path of the images")
+    need(data.path != "", "data.path", data.path, "the path of the images or videos")
+    videos = data.kind == "videos"
+    sized = all(len(size) == 3 and min(size) >= 1 for size in data.sizes) and bool(data.sizes) == videos
+    need(
+        sized,
+        "data.sizes",
+        data.sizes,
+        "one or more [frames, height, width], such as [[81, 480, 832]]"
+        if videos
+        else 'only with data.kind = "videos"',
+    )
+    need(data.fps >= 0, "data.fps", data.fps, "0 (as they are) or more frames a second")
     need(0 <= data.caption_dropout <= 1, "data.caption_dropout", data.caption_dropout, "0 to 1")
     need(data.size >= 1, "data.size", data.size, "1 or more pixels")
     need("{}" in data.template, "data.template", data.template, "a text with {} where the class name goes")

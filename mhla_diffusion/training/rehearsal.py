@@ -10,18 +10,24 @@ import time
 from pathlib import Path
 
 import torch
-from diffusers import DiTTransformer2DModel, DPMSolverMultistepScheduler, SanaTransformer2DModel
+from diffusers import (
+    DiTTransformer2DModel,
+    DPMSolverMultistepScheduler,
+    SanaTransformer2DModel,
+    WanTransformer3DModel,
+)
 
 from mhla_diffusion.models.dit_presets import start_as_published
 from mhla_diffusion.pipelines.dit import dit_scheduler
 
 from .class_models import held_in_ours, prepare_for_training
-from .components import Components, add_adapters, converted, diffusers_class, loss_kind
+from .components import Components, add_adapters, converted, loss_kind
 from .config import Recipe
 from .feed import Feed
 from .latents import CaptionTable, LatentSet
 from .loop import Training
-from .losses import draws_classes
+from .losses import draws_classes, makes_videos
+from .parts import diffusers_class
 from .provenance import environment
 from .randomness import generator
 
@@ -32,8 +38,8 @@ def recipe_transformer(recipe: Recipe, base: dict | None, device: torch.device) 
     """The transformer that the recipe trains, with random weights.
 
     Args:
-        base: arguments of the stock transformer that `model.base` holds, as `dit_config` and `sana_config` give them;
-            not used where the recipe builds a fresh one.
+        base: arguments of the stock transformer that `model.base` holds, as `dit_config`, `sana_config` and
+            `wan_config` give them; not used where the recipe builds a fresh one.
         device: where the base's weights are drawn; fresh ones come from the CPU.
     """
     model = recipe.model
@@ -41,6 +47,7 @@ def recipe_transformer(recipe: Recipe, base: dict | None, device: torch.device) 
         transformer = diffusers_class(model.transformer_class)(**model.transformer)
     else:
         cls = DiTTransformer2DModel if "num_embeds_ada_norm" in base else SanaTransformer2DModel
+        cls = WanTransformer3DModel if "freq_dim" in base else cls
         with device:
             transformer = cls(**base)
     if draws_classes(transformer):
@@ -54,13 +61,20 @@ def recipe_transformer(recipe: Recipe, base: dict | None, device: torch.device) 
     return transformer
 
 
+def video_latents(recipe: Recipe, config) -> tuple[int, int, int]:
+    """Latent frames, rows and columns of the recipe's first size, by the autoencoders of Wan 2.1 and 2.2."""
+    frames, height, width = recipe.data.sizes[0]
+    factor = 16 if config.in_channels == 48 else 8
+    return (frames - 1) // 4 + 1, height // factor, width // factor
+
+
 class Rehearsal(Training):
     """The trainer around random weights and data. `measure` runs the steps; nothing is written.
 
     Args:
         recipe: its `run.batch_size` and the like are what is measured.
         base: as in `recipe_transformer`.
-        pictures: how many random latents there are.
+        pictures: how many random latents there are, of pictures or videos.
     """
 
     def __init__(self, recipe: Recipe, base: dict | None = None, pictures: int = 64):
@@ -85,15 +99,17 @@ class Rehearsal(Training):
         self.fingerprint = "random"
         config, count = self.parts.transformer.config, self.pictures
         draw = generator("cpu", self.recipe.run.seed, "rehearsal")
-        side = config.sample_size
-        latents = torch.randn(count, config.in_channels, side, side, generator=draw)
+        videos = makes_videos(self.parts.transformer)
+        size = video_latents(self.recipe, config) if videos else 2 * [config.sample_size]
+        latents = torch.randn(count, config.in_channels, *size, generator=draw)
         if self.parts.class_numbers is not None:
             values = torch.randint(config.num_embeds_ada_norm, (count + 1,), generator=draw)
             mask = None
         else:
-            length = self.recipe.data.max_sequence_length or 300
-            values = torch.randn(count + 1, length, config.caption_channels, generator=draw)
-            mask = torch.ones(count + 1, length, dtype=torch.int64)
+            length = self.recipe.data.max_sequence_length or self.parts.max_sequence_length
+            width = config.text_dim if videos else config.caption_channels
+            values = torch.randn(count + 1, length, width, generator=draw)
+            mask = None if videos else torch.ones(count + 1, length, dtype=torch.int64)
         choice = torch.arange(1, count + 1)[:, None]
         table = CaptionTable(values, mask, [choice], [torch.ones(count, dtype=torch.int64)])
         encoded = LatentSet([latents], [])

@@ -67,7 +67,7 @@ def compile_model(model: torch.nn.Module, scope: str) -> None:
     A text encoder is always compiled whole: outside compiled code, transformers reads the padding mask on the host at
     each call, and every step would wait for the device.
     """
-    layers = getattr(model, "transformer_blocks", None)
+    layers = getattr(model, "transformer_blocks", None) or getattr(model, "blocks", None)  # Wan's name
     for part in layers if scope == "layers" and layers else [model]:
         part.compile()
 
@@ -127,14 +127,18 @@ class Session:
         recipe, parts = self.recipe, self.parts
         with self.accelerator.main_process_first():  # the others then find the cache filled
             by_class = parts.class_numbers is not None
-            source = open_source(recipe.data, parts.latent_factor, recipe.run.seed, by_class)
+            source = open_source(
+                recipe.data, parts.latent_factor, recipe.run.seed, by_class, parts.frame_factor
+            )
             encoded = load_or_encode(source, parts, recipe.data, self.device)
         self.fingerprint = source.fingerprint
         if by_class:
             table = label_table(encoded, parts.class_numbers, parts.transformer.config.num_embeds_ada_norm)
         else:
             length = recipe.data.max_sequence_length or parts.max_sequence_length
-            table = caption_table(encoded, parts, recipe.model.train_text_encoder, length, self.device)
+            table = caption_table(
+                encoded, parts, recipe.model.train_text_encoder, length, self.device, recipe.data.cache
+            )
         self.feed = Feed(encoded, table, recipe, self.device, self.diffusion_steps())
 
     def _build_model(self) -> None:

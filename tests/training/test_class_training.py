@@ -389,7 +389,7 @@ def test_classes_of_the_emoji_set_and_of_a_listing(class_recipe, tmp_path, class
 
 
 def test_sana_keeps_flow_matching(recipe_file):
-    with pytest.raises(ValueError, match='loss.kind = "diffusion" trains a DiT; SANA learns flow matching'):
+    with pytest.raises(ValueError, match='loss.kind = "diffusion" trains a DiT; SANA and Wan learn flow matching'):
         build_components(load_recipe(recipe_file(), ['loss.kind="diffusion"']))
     with pytest.raises(ValueError, match="new_classes is for DiT"):
         build_components(load_recipe(recipe_file(), ["model.new_classes=true"]))

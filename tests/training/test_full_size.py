@@ -1,6 +1,7 @@
 """The full-size recipes: their models without memory, and the program that rehearses their steps, at toy size."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -10,13 +11,19 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 
-from mhla_diffusion import MHLADiTTransformer2DModel, MHLASanaTransformer2DModel
+from mhla_diffusion import (
+    MHLADiTTransformer2DModel,
+    MHLASanaTransformer2DModel,
+    MHLAWanTransformer3DModel,
+)
 from mhla_diffusion.models.dit_presets import dit_config
 from mhla_diffusion.models.sana_presets import sana_config
+from mhla_diffusion.models.wan_presets import wan_config
 from mhla_diffusion.training.parameters import parameter_groups, trainable
 from mhla_diffusion.training.recipe import load_recipe
 from mhla_diffusion.training.rehearsal import Rehearsal
 
+WAN = wan_config("2.1-t2v-1.3B")
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "train" / "recipes"
 TOY = {
@@ -36,6 +43,7 @@ def on_meta(name: str, base: dict | None = None, size: int | None = None):
             "mhla_gate": options.gate, "mhla_local_conv": options.local_conv,
         }  # fmt: skip
     cls = MHLADiTTransformer2DModel if "num_embeds_ada_norm" in fields else MHLASanaTransformer2DModel
+    cls = MHLAWanTransformer3DModel if "freq_dim" in fields else cls
     with init_empty_weights(include_buffers=False):
         return recipe, cls(**fields)
 
@@ -47,6 +55,7 @@ def on_meta(name: str, base: dict | None = None, size: int | None = None):
         ("dit-xl2-mhla", dit_config("XL/2", 512), (785, 795)),  # 675, 75 of embedders, 37 of gates
         ("dit-xl2-mhla", dit_config("XL/2", 256), (785, 795)),
         ("sana-0.6b-mhla", sana_config("0.6B", 1024), (580, 600)),
+        ("wan-1.3b-mhla", WAN, (1485, 1500)),  # 1419 published, 71 of gates
     ],
 )
 def test_full_size_recipes_build_and_group(name, base, millions):
@@ -61,7 +70,8 @@ def test_full_size_recipes_build_and_group(name, base, millions):
     groups = parameter_groups(parameters, recipe.optimizer)
     mixing = [group for group in groups if group["kind"] == "mixing"]
     assert len(mixing) == 1 and mixing[0]["weight_decay"] == 0
-    assert mixing[0]["lr"] == pytest.approx(recipe.optimizer.mixing_lr / 16)
+    blocks = math.prod(model.config.mhla_block_grid)
+    assert mixing[0]["lr"] == pytest.approx(recipe.optimizer.mixing_lr / blocks)
 
 
 def test_published_settings_of_the_recipes():
@@ -72,6 +82,9 @@ def test_published_settings_of_the_recipes():
     assert s2.optimizer.mixing_lr / 16 == pytest.approx(1e-4)
     sana = load_recipe(RECIPES / "sana-0.6b-mhla.toml")
     assert (sana.run.steps, sana.run.batch_size, sana.model.train) == (40000, 256, "all")
+    wan = load_recipe(RECIPES / "wan-1.3b-mhla.toml")
+    assert (wan.data.sizes, wan.data.fps, wan.optimizer.lr) == ([[81, 480, 800]], 16, 2e-5)
+    assert (wan.flow.weighting, wan.flow.shift, wan.optimizer.max_grad_norm) == ("logit_normal", 3.0, 0.1)
 
 
 @pytest.mark.parametrize("train", ["all", "lora+mixing"])
@@ -99,6 +112,23 @@ def test_a_rehearsal_is_the_recipe_on_random_numbers(name, base, train):
     assert row["finite"] and len(row["losses"]) == 4 and row["step_ms"] > 0 and row["peak_gb"] is None
     assert (row["trained_parameters"] < row["parameters"]) == (train != "all")
     assert sorted(ROOT.glob("runs/*")) == before
+
+
+@pytest.mark.parametrize(
+    "setting", ["model.convert.layers=1/2", 'model.train="lora+mixing"', "run.batch_size=2"]
+)
+def test_a_rehearsal_of_wan_takes_videos(setting):
+    base = WAN | {
+        "num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "text_dim": 8, "freq_dim": 16,
+        "ffn_dim": 16,
+    }  # fmt: skip
+    settings = [
+        "run.batch_size=1", "run.device=cpu", "run.compile=false", "run.mixed_precision=no",
+        "model.convert.block_grid=[2,2,3]", "data.sizes=[[9,64,96]]", "data.max_sequence_length=6", setting,
+    ]  # fmt: skip
+    row = Rehearsal(load_recipe(RECIPES / "wan-1.3b-mhla.toml", settings), base, pictures=3).measure(steps=2)
+    assert row["finite"] and row["latents"] == [16, 3, 8, 12]
+    assert (row["trained_parameters"] < row["parameters"]) == ("lora" in setting)
 
 
 def test_a_rehearsal_that_breaks_down_says_so():

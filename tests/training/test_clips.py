@@ -1,0 +1,151 @@
+"""Videos from disk: which bucket each goes into, which frames are read, and what is said of those that do not fit."""
+
+import json
+import struct
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mhla_diffusion.pipelines.videos import save_video
+from mhla_diffusion.training.clips import Measures, measured, nearest_size, open_videos, read_clip
+from mhla_diffusion.training.config import DataConfig
+from mhla_diffusion.training.data import open_source
+
+
+def counting(frames: int, height: int = 16, width: int = 24) -> np.ndarray:
+    """uint8 (F, H, W, 3): frame i is grey of 10 i, dark on the left and bright on the right."""
+    video = np.full((frames, height, width, 3), 0, np.uint8)
+    video += (10 * np.arange(frames, dtype=np.uint8))[:, None, None, None]
+    return video
+
+
+def numbers(clip: np.ndarray) -> list[int]:
+    """Which frame each frame of (3, F, H, W) is."""
+    return [round(frame.mean() / 10) for frame in clip.transpose(1, 0, 2, 3).astype(float)]
+
+
+def config(path, sizes, **options) -> DataConfig:
+    return DataConfig(kind="videos", path=str(path), sizes=sizes, **options)
+
+
+def write_captions(folder, names: list[str]) -> None:
+    lines = [json.dumps({"file": name, "caption": f"a clip called {name}"}) for name in names]
+    (folder / "captions.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.gif", "frames"])
+def test_the_middle_frames_are_read_at_the_wanted_rate(tmp_path, name):
+    path = save_video(counting(20), tmp_path / name, fps=20, quality=0)
+    assert measured(path, 0) == (20, 16, 24) and measured(path, 10) == (10, 16, 24)
+    assert measured(path, 40) == (39, 16, 24)
+    assert numbers(read_clip(path, (5, 16, 24), 0)) == [7, 8, 9, 10, 11]
+    assert numbers(read_clip(path, (5, 16, 24), 10)) == [4, 6, 8, 10, 12]
+    assert numbers(read_clip(path, (9, 8, 8), 40)) == [7, 8, 8, 9, 9, 10, 10, 11, 11]
+    clip = read_clip(path, (20, 8, 8), 0)
+    assert clip.shape == (3, 20, 8, 8) and clip.dtype == np.uint8 and numbers(clip) == list(range(20))
+
+
+def test_frames_are_scaled_to_cover_and_cut_to_the_centre(tmp_path):
+    video = np.zeros((2, 16, 64, 3), np.uint8)
+    video[:, :, 24:40] = 200
+    path = save_video(video, tmp_path / "wide.gif", fps=10)
+    clip = read_clip(path, (1, 8, 8), 0)
+    assert clip.shape == (3, 1, 8, 8) and clip.min() > 180
+
+
+def test_a_video_is_read_as_it_was_held(tmp_path):
+    video = np.zeros((3, 16, 32, 3), np.uint8)
+    video[:, :, :8] = 250  # bright on the left
+    path = save_video(video, tmp_path / "held.mp4", quality=0)
+    data = bytearray(path.read_bytes())
+    matrix = data.index(b"tkhd") + 4 + 40
+    for by, edge in ((90, "top"), (270, "bottom")):
+        turn = (0, 1, -1, 0) if by == 90 else (0, -1, 1, 0)  # clockwise
+        a, b, c, d = (x << 16 for x in turn)
+        data[matrix : matrix + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+        path.write_bytes(data)
+        assert measured(path, 0) == (3, 32, 16)
+        clip = read_clip(path, (1, 32, 16), 0)[:, 0]
+        bright, dark = (clip[:, :8], clip[:, 8:]) if edge == "top" else (clip[:, -8:], clip[:, :-8])
+        assert bright[:, 1:-1].min() > 230 and dark[:, 2:-2].max() < 20
+
+
+def test_the_longest_bucket_that_is_filled_and_then_the_nearest_shape():
+    sizes = [(17, 32, 64), (17, 64, 32), (5, 48, 48), (1, 32, 64)]
+    for found, expected in (
+        (Measures(40, 100, 220), 0),
+        (Measures(17, 220, 100), 1),
+        (Measures(16, 100, 220), 2),
+        (Measures(1, 500, 500), 3),
+    ):
+        assert nearest_size(found, sizes) == expected
+    assert nearest_size(Measures(4, 48, 48), sizes[:3]) is None
+
+
+def test_a_set_of_videos_and_pictures_becomes_buckets(tmp_path):
+    save_video(counting(12), tmp_path / "long.mp4", fps=8)
+    save_video(counting(6), tmp_path / "short.gif", fps=8)
+    save_video(counting(6, 24, 16), tmp_path / "tall", fps=8)
+    Image.new("RGB", (24, 16), (200, 0, 0)).save(tmp_path / "still.png")
+    write_captions(tmp_path, ["long.mp4", "short.gif", "tall", "still.png"])
+    wanted = config(tmp_path, [[9, 16, 24], [5, 16, 24], [5, 24, 16], [1, 16, 24]])
+    source = open_source(wanted, 8, 0, frame_factor=4)
+    shapes = [tuple(bucket.read([0])[0].shape) for bucket in source.open()]
+    assert shapes == [(1, 3, 9, 16, 24), (1, 3, 5, 16, 24), (1, 3, 5, 24, 16), (1, 3, 1, 16, 24)]
+    assert [bucket.captions for bucket in source.open()] == [
+        [[f"a clip called {name}"]] for name in ("long.mp4", "short.gif", "tall", "still.png")
+    ]
+    assert open_source(wanted, 8, 0, frame_factor=4).fingerprint == source.fingerprint
+    for other in (config(tmp_path, wanted.sizes, fps=8), config(tmp_path, wanted.sizes[:3] + [[1, 24, 16]])):
+        assert open_source(other, 8, 0, frame_factor=4).fingerprint != source.fingerprint
+    Image.new("RGB", (16, 24), (200, 0, 0)).save(tmp_path / "tall" / "frame_00002.png")
+    assert open_videos(wanted, 8, 4).fingerprint != source.fingerprint
+
+    flipped = open_source(config(tmp_path, wanted.sizes, flip=True), 8, 0, frame_factor=4)
+    pictures, kept = flipped.open()[0].read([0, 1])
+    assert kept == [0, 1] and torch.equal(pictures[1], pictures[0].flip(-1))
+
+
+def test_class_folders_hold_videos_too(tmp_path):
+    (tmp_path / "red_ball").mkdir()
+    save_video(counting(5), tmp_path / "red_ball" / "a.gif", fps=8)
+    (bucket,) = open_videos(config(tmp_path, [[5, 16, 24]], template="a video of a {}"), 8, 4).open()
+    assert bucket.captions == [["a video of a red ball"]]
+
+
+def test_what_cannot_be_used_is_named(tmp_path):
+    save_video(counting(9), tmp_path / "good.mp4", fps=8)
+    save_video(counting(3), tmp_path / "short.mp4", fps=8)
+    (tmp_path / "broken.mp4").write_bytes((tmp_path / "good.mp4").read_bytes()[:200])
+    (tmp_path / "text.mp4").write_text("no video")
+    write_captions(tmp_path, ["good.mp4", "short.mp4", "broken.mp4", "text.mp4"])
+    with pytest.warns(UserWarning) as caught:
+        (bucket,) = open_videos(config(tmp_path, [[5, 16, 24]]), 8, 4).open()
+    said = " ".join(str(warning.message) for warning in caught)
+    assert "2 unreadable videos are left out" in said and "broken.mp4" in said and "text.mp4" in said
+    assert "1 videos of fewer than 5 frames are left out" in said and "short.mp4" in said
+    assert len(bucket.captions) == 1
+    (tmp_path / "good.mp4").write_bytes(b"gone")
+    with pytest.warns(UserWarning, match="1 unreadable videos are left out"):
+        clips, kept = bucket.read([0])
+    assert kept == [] and clips.shape == (0, 3, 5, 16, 24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match="none of the 4 videos in .* can be used, first .*good.mp4"):
+            open_videos(config(tmp_path, [[5, 16, 24]]), 8, 4)
+
+
+def test_faults_of_the_recipe_are_named_with_what_to_write(tmp_path):
+    with pytest.raises(ValueError, match=r"data.sizes holds \[80, 16, 30\].* write \[81, 16, 32\]"):
+        open_videos(config(tmp_path, [[80, 16, 30]]), 16, 4)
+    with pytest.raises(ValueError, match="'videos' is not for a model of pictures"):
+        open_source(config(tmp_path, [[5, 16, 16]]), 8, 0)
+    with pytest.raises(ValueError, match='not for a model of videos; write "videos" with data.sizes'):
+        open_source(DataConfig(path=str(tmp_path)), 8, 0, frame_factor=4)
+    with pytest.raises(ValueError, match="does not exist; give a folder of videos"):
+        open_source(config(tmp_path / "nowhere", [[5, 16, 16]]), 8, 0, frame_factor=4)
+    with pytest.raises(ValueError, match="holds no videos with captions"):
+        open_videos(config(tmp_path, [[5, 16, 16]]), 8, 4)
