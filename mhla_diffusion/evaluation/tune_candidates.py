@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from ..ops.triton_configs import Config, DualConfig, ForwardConfig, MixConfig, forward_configs, head_parts
+from ..ops.triton_configs import Config, DualConfig, MixConfig
 
 __all__ = ["candidates", "kind_of", "with_fewer_registers"]
 
@@ -15,9 +15,7 @@ REGISTERS = {4: (168, 128, 96, 80), 8: (128, 80)}
 
 def candidates(kernel: str, dim: int) -> Iterator:
     """Configurations worth a try, likely ones first."""
-    if kernel == "forward":
-        yield from forward_candidates(dim)
-    elif kernel.startswith("dual"):
+    if kernel.startswith("dual"):
         yield from (
             DualConfig(rows, columns, warps, depth)
             for depth, rows, columns, warps in itertools.product((2, 3), (64, 128), (32, 64, 128), (4, 8))
@@ -52,35 +50,7 @@ def candidates(kernel: str, dim: int) -> Iterator:
             yield from (Config(64, values // 2, 4, depth) for depth in (2, 3))
 
 
-def forward_candidates(dim: int) -> Iterator[ForwardConfig]:
-    """The table's configuration with one step changed at a time, under several limits on registers."""
-    table = forward_configs(9, 16, sum(head_parts(dim)))[0]
-    changes = [{}]
-    changes += [
-        {"KEY_BN": tokens, "KEY_STAGES": depth}
-        for tokens, depth in ((32, 3), (32, 4), (64, 2), (64, 3), (128, 2), (16, 4))
-    ]
-    changes += [
-        {"BP": places, "BN": summed, "MIX_STAGES": depth}
-        for places, summed, depth in ((128, 32, 3), (128, 32, 2), (256, 32, 2), (128, 64, 2), (64, 32, 4))
-    ]
-    changes += [
-        {"QUERY_BN": tokens, "QUERY_STAGES": depth}
-        for tokens, depth in ((64, 1), (64, 2), (64, 3), (32, 2), (128, 1), (128, 2))
-    ]
-    limits = (table.maxnreg, *[most for most in (None, 168, 128, 96) if most != table.maxnreg])
-    for limit in limits:
-        yield from (table._replace(**change, maxnreg=limit) for change in changes)
-    yield from (
-        table._replace(num_warps=8, maxnreg=limit, **change)
-        for limit in (None, 128, 80)
-        for change in changes[:1]
-    )
-
-
 def kind_of(kernel: str) -> type:
-    if kernel == "forward":
-        return ForwardConfig
     return DualConfig if kernel.startswith("dual") else MixConfig if kernel.startswith("mix") else Config
 
 
@@ -88,6 +58,6 @@ def with_fewer_registers(rows: list[dict]) -> list:
     """The two fastest configurations again, with limits on a thread's registers that let more programs run at once."""
     kind = kind_of(rows[0]["kernel"])
     best = [row["config"] for row in rows if "ms" in row and row["config"] != "table"][:2]
-    if kind in (MixConfig, ForwardConfig):
+    if kind is MixConfig:
         return []
     return [kind(*config)._replace(maxnreg=most) for config in best for most in REGISTERS.get(config[2], ())]

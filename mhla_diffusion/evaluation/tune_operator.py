@@ -38,7 +38,7 @@ DEFAULT = ["wan 480x800x81", "dit 512", "sana 4K", "dit 256"]
 
 def stages(inputs: Inputs) -> dict[str, Callable[[], object]]:
     """A call of every kernel of a case; the kernels before it have run once, outside."""
-    from ..ops import dual_launch, forward_launch, states_launch
+    from ..ops import dual_launch, states_launch
 
     case, q, k, v, grad, mixing = inputs.case, inputs.q, inputs.k, inputs.v, inputs.grad, inputs.mixing
     part = grid_partition(case.grid, case.block_grid, q.shape[1], q.device)
@@ -61,11 +61,6 @@ def stages(inputs: Inputs) -> dict[str, Callable[[], object]]:
             q, mixed, v.shape[-1], part, rope, eps, norm=norms[0], after=after, **read
         ),
     }
-    if has_forward(q.device, q.dtype):
-        found["forward"] = lambda: forward_launch.forward(
-            q, k, v, mixing, part, part, rope, rope, eps, divide=mass, denominator_eps=0.0, out_dtype=q.dtype,
-            query_norm=norms[0], key_norm=norms[1], after=after, **kept,
-        )  # fmt: skip
     if case.backward:
         options = {"mass": mass, "denominator_eps": 0.0, **kept}
         found["query_gradients"] = lambda: states_launch.query_gradients(
@@ -86,13 +81,8 @@ def stages(inputs: Inputs) -> dict[str, Callable[[], object]]:
     return found
 
 
-def has_forward(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the forward pass in one launch can be tried."""
-    return device.type == "cuda" and dtype == torch.bfloat16
-
-
-def kernels_of(case: Case, device: torch.device, dtype: torch.dtype) -> list[str]:
-    found = ["forward"] * has_forward(device, dtype) + ["summarise", "mix", "read_out"]
+def kernels_of(case: Case) -> list[str]:
+    found = ["summarise", "mix", "read_out"]
     if case.backward:
         found += ["query_gradients", "key_gradients", "mix_gradient"]
     if has_dual(case):
@@ -107,8 +97,7 @@ def least_bytes(case: Case, kernel: str, item: int) -> int:
     size = case.dim * (case.dim + (case.normalizer == "paper"))
     states = lines * math.prod(case.block_grid) * size * item
     of_tokens, of_states = {
-        "forward": (5 if case.fused else 4, 4),
-        "summarise": (2, 1), "mix": (0, 2), "read_out": (3 if case.fused else 2, 1), "query_gradients": (3, 2),
+                "summarise": (2, 1), "mix": (0, 2), "read_out": (3 if case.fused else 2, 1), "query_gradients": (3, 2),
         "key_gradients": (4, 1), "mix_gradient": (0, 2), "dual_forward": (4, 0),
     }.get(kernel, (8, 0))  # fmt: skip
     return of_tokens * tokens + of_states * states
@@ -206,27 +195,13 @@ def named(trial: dict) -> dict[str, str]:
 
 
 def choices_of(case: Case, calls: list[dict], device: torch.device, repeats: int) -> list[dict]:
-    """Orders of the heads: of the whole forward pass, and over its three kernels one by one."""
+    """Orders of the heads, over the three forward kernels."""
     forward = [
         lambda call=call: [call[name]() for name in ("summarise", "mix", "read_out")] for call in calls
     ]
     trials: list[dict] = [{}]
     trials += [{"head_group": group} for group in range(1, case.heads + 1) if case.heads % group == 0]
-    whole = [call["forward"] for call in calls if "forward" in call]
     rows = []
-    for group in (None, *[n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 36, 64) if n <= case.batch * case.heads]):
-        if not whole:
-            break
-        trial = {} if group is None else {"lines_per_round": group}
-        with override(**trial):
-            ms = milliseconds(whole, device, repeats)
-        rows.append(
-            {
-                "shape": case.name,
-                "choice": {"one launch": "", **{name: str(x) for name, x in trial.items()}},
-                "ms": ms,
-            }
-        )
     for trial in trials:
         with override(**trial):
             ms = milliseconds(forward, device, repeats)
@@ -245,8 +220,7 @@ def tune(
     result = {**about(device), "kernels": [], "choices": [], "failures": [], "lines": []}
     jobs = {}
     chosen = {
-        case: [name for name in kernels_of(case, device, dtype) if kernels is None or name in kernels]
-        for case in cases
+        case: [name for name in kernels_of(case) if kernels is None or name in kernels] for case in cases
     }
     pool = concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
 
@@ -305,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--limit", type=int, help="candidates for each kernel; 0 times the table's choices only"
     )
-    parser.add_argument("--kernels", nargs="+", help="only these, e.g. forward dual_query (default: all)")
+    parser.add_argument("--kernels", nargs="+", help="only these, e.g. summarise dual_query (default: all)")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the program out")
     options = parser.parse_args(arguments)

@@ -9,36 +9,25 @@ from .states_mixing import mix_gradient_kernel, mix_kernel, spread_kernel
 from .triton_configs import MixConfig, Warps, mix_configs
 from .triton_launch import ceil_div, power_of_two, start_first_fitting
 
-__all__ = ["mix", "mix_dot", "mix_gradient", "spread"]
+__all__ = ["mix", "mix_gradient"]
 
 _MIX_DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "split"}
 
 
-def spread(
-    matrix: torch.Tensor, columns: int, BM: int, BN: int, split: bool, counters: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The coefficients padded to whole tiles, `([2,] matrices, rows, columns)`. Not kept: weights change unnoticed.
-
-    counters, int32 and uninitialised, become zeros.
-    """
+def _spread(matrix: torch.Tensor, columns: int, config: MixConfig, split: bool) -> torch.Tensor:
+    """The coefficients padded to whole tiles, `([2,] matrices, rows, columns)`. Not kept: weights change unnoticed."""
     rows = matrix.shape[-2]
-    padded_rows = -(-rows // BM) * BM
-    width = power_of_two(max(columns, BN))
+    padded_rows = -(-rows // config.BM) * config.BM
+    width = power_of_two(max(columns, config.BN))
     matrices = matrix.shape[0] if matrix.ndim == 3 else 1
     shape = ((2,) if split else ()) + (matrices, padded_rows, width)
     out = torch.empty(shape, dtype=torch.bfloat16 if split else torch.float32, device=matrix.device)
     triton_launch.launch(
-        spread_kernel, (padded_rows, matrices), Warps(1), matrix, out, matrix if counters is None else counters,
+        spread_kernel, (padded_rows, matrices), Warps(1), matrix, out,
         matrix.stride(0) if matrix.ndim == 3 else 0, *matrix.stride()[-2:], rows, columns,
-        columns // matrix.shape[-1], padded_rows, matrices, 0 if counters is None else counters.numel(),
-        WIDTH=width, SPLIT=split,
+        columns // matrix.shape[-1], padded_rows, matrices, WIDTH=width, SPLIT=split,
     )  # fmt: skip
     return out
-
-
-def mix_dot(x: torch.Tensor, states: torch.Tensor) -> str:
-    """How products with states are taken, for inputs of x's dtype."""
-    return _MIX_DOT[x.dtype] if states.dtype == x.dtype else "tf32"
 
 
 def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: int) -> torch.Tensor:
@@ -46,17 +35,17 @@ def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: 
     batch, heads, columns, size = states.shape
     rows = matrix.shape[-2]
     mixed = torch.empty(batch, heads, rows, size, dtype=states.dtype, device=states.device)
-    kind = mix_dot(x, states)
+    kind = _MIX_DOT[x.dtype] if states.dtype == x.dtype else "tf32"
     split = kind == "split"
 
     def start(config: MixConfig) -> None:
-        coefficients = spread(matrix, columns, config.BM, config.BN, split)
-        part = coefficients.numel() // (1 + split)
+        spread = _spread(matrix, columns, config, split)
+        part = spread.numel() // (1 + split)
         sizes = (part // heads if matrix.ndim == 3 else 0, part, heads, rows, columns)
         grid = (ceil_div(rows, config.BM) * ceil_div(size, config.BP) * batch * heads,)
         triton_launch.launch(
-            mix_kernel, grid, config, coefficients, states, mixed,
-            *sizes, SIZE=size, WIDTH=coefficients.shape[-1], STAGES=config.num_stages, REVERSE=True, DOT=kind,
+            mix_kernel, grid, config, spread, states, mixed,
+            *sizes, SIZE=size, WIDTH=spread.shape[-1], REVERSE=True, DOT=kind,
         )  # fmt: skip
 
     configs = mix_configs("mix", 16 if split else 32, rows, columns)
@@ -74,7 +63,7 @@ def mix_gradient(
     """
     batch, heads, left_rows, size = left.shape
     right_rows = right.shape[2]
-    kind = mix_dot(x, left)
+    kind = _MIX_DOT[x.dtype] if left.dtype == x.dtype else "tf32"
     configs = mix_configs("mix_gradient", 16 if kind == "split" else 32, left_rows, right_rows)
     run = min(4096, power_of_two(size))
     parts = ceil_div(size, run)

@@ -73,28 +73,19 @@ def mhla_forward(
     cos, sin: a rotation, or in cos alone the frequencies of three axes (`rotation.GridRope`).
     The arguments from query_norm on are fused steps around the operator; they have no gradient here.
     """
-    from .forward_launch import forward
     from .states_launch import Epilogue, mix, read_out, summarise
 
     query = _part_of(query_table, query_layout, q.shape[1], trusted)
     key = _part_of(key_table, key_layout, k.shape[1], trusted)
-    turns, key_turns = _pair(cos, sin), _pair(key_cos, key_sin)
-    norm, other_norm = _pair(query_norm, query_norm_eps), _pair(key_norm, key_norm_eps)
-    after = Epilogue(norm_weight, norm_eps, gate, gate_bias, local)
-    read = {"divide": divide, "denominator_eps": denominator_eps, "out_dtype": out_dtype}
-    whole = forward(
-        q, k, v, mixing, query, key, turns, key_turns, feature_eps,
-        state_dtype=state_dtype, query_norm=norm, key_norm=other_norm, after=after, **read,
-    )  # fmt: skip
-    if whole is not None:
-        return whole
     state = summarise(
-        k, v, key, key_turns, feature_eps, mass=divide, norm=other_norm, state_dtype=state_dtype
-    )
-    mixed = mix(mixing, state, q, v.shape[-1])
+        k, v, key, _pair(key_cos, key_sin), feature_eps,
+        mass=divide, norm=_pair(key_norm, key_norm_eps), state_dtype=state_dtype,
+    )  # fmt: skip
     out = read_out(
-        q, mixed, v.shape[-1], query, turns, feature_eps, mass=divide, norm=norm, after=after, **read
-    )
+        q, mix(mixing, state, q, v.shape[-1]), v.shape[-1], query, _pair(cos, sin), feature_eps,
+        divide=divide, mass=divide, denominator_eps=denominator_eps, out_dtype=out_dtype,
+        norm=_pair(query_norm, query_norm_eps), after=Epilogue(norm_weight, norm_eps, gate, gate_bias, local),
+    )  # fmt: skip
     return out, state
 
 

@@ -1,4 +1,4 @@
-"""The states form, forward, as Triton functions: block summaries from keys and values, and their read-out by queries.
+"""Triton kernels of the states form, forward: block summaries from keys and values, and their read-out by queries.
 
 One program owns a block of tokens of one head, so nothing is accumulated by atomics and results are deterministic.
 A state row holds S (D x Dv), then z (D) when there is a denominator: `(B, H, rows, D * Dv [+ D])`. A head dim that is
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .tiles import (
+    SIZES,
     box,
     dot,
     features,
@@ -21,6 +22,7 @@ from .tiles import (
     load_part,
     load_state,
     load_values,
+    locate,
     norm_weight_of,
     operand,
     rotate,
@@ -36,31 +38,32 @@ from .tiles import (
     tokens_at,
 )
 
-__all__ = ["read_out", "summarise"]
+__all__ = ["read_out_kernel", "rstd_kernel", "summarise_kernel"]
 
 
-@triton.jit
-def summarise(
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SIZES)
+def summarise_kernel(
     x_ptr, y_ptr, table_ptr, rope_ptr, rstd_ptr, weight_ptr, scale_ptr, mass_weight_ptr, state_ptr,
     x_stride_b, x_stride_n, x_stride_h, y_stride_b, y_stride_n, y_stride_h,
-    num_tokens, num_blocks, block_size, chunks, chunk_size, heads, G0, G1, G2, B0, B1, B2,
-    feature_eps, norm_eps, batch, head, row, value_tile,
+    num_tokens, num_blocks, block_size, chunks, chunk_size, heads, head_group, G0, G1, G2, B0, B1, B2,
+    feature_eps, norm_eps,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr, ONE_TILE: tl.constexpr,
+    BN: tl.constexpr, ONE_TILE: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, MASS: tl.constexpr,
-    ROWS: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
+    ROWS: tl.constexpr, REVERSE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """S = sum phi(x) y^T, z = sum phi(x), of a chunk of a block (row) and a tile of the value channels.
+    """S = sum phi(x) y^T, z = sum phi(x). Program (batch, head, block, chunk of the block's tokens; value tile).
 
     x (B, N, H, D), y (B, N, H, Dv). ROWS: y is scaled and phi weighted (in z) by float32 `(B, N, H)` row weights.
     """
     x_stride_b, x_stride_n, x_stride_h = x_stride_b * STEP, x_stride_n * STEP, x_stride_h * STEP
     y_stride_b, y_stride_n, y_stride_h = y_stride_b * STEP, y_stride_n * STEP, y_stride_h * STEP
+    batch, head, row = locate(num_blocks * chunks, heads, head_group, REVERSE)
     block = row // chunks
     low0, low1, low2, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)
     low = row % chunks * chunk_size
     end = tl.minimum(count, low + chunk_size)
-    value_low = value_tile * BV
+    value_low = tl.program_id(1) * BV
     x_ptr += batch * x_stride_b + head * x_stride_h
     y_ptr += batch * y_stride_b + head * y_stride_h + value_low
     rstd_ptr += batch * num_tokens
@@ -89,7 +92,7 @@ def summarise(
     PARTS: tl.constexpr = 1 if ONE_TILE or BN < 32 else 2
     for PART in tl.static_range(0, PARTS):
         start, tiles = tiles_of(low, end, BN, PART, PARTS)
-        for tile in tl.range(0, 1 if ONE_TILE else tiles, num_stages=STAGES if PART == 0 else 1):
+        for tile in tl.range(0, 1 if ONE_TILE else tiles, num_stages=None if PART == 0 else 1):
             slot = start + tile * BN + tl.arange(0, BN // (PART + 1))
             token, real, plane, line, column = tokens_at(
                 slot, end, table_ptr, block, low0, low1, low2, size1, size2, block_size, num_tokens, G1, G2,
@@ -177,7 +180,7 @@ def summarise(
         if TV:
             store_state(state_ptr, s11, BD, BV, D, DV, TD, TV)
     if MASS:
-        if value_tile == 0:
+        if tl.program_id(1) == 0:
             store_mass(
                 state_ptr, tl.sum(z0, axis=0) + rest0 if BESIDE else spare(s01, DV, BV, TV), 0, D, DV, BD
             )
@@ -187,22 +190,22 @@ def summarise(
                 )
 
 
-@triton.jit
-def read_out(
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=SIZES)
+def read_out_kernel(
     x_ptr, table_ptr, rope_ptr, rstd_ptr, weight_ptr, state_ptr, out_weight_ptr, gate_ptr, local_ptr, out_ptr,
     x_stride_b, x_stride_n, x_stride_h, gate_stride_b, gate_stride_n, gate_stride_h,
     local_stride_b, local_stride_n, local_stride_h,
-    num_tokens, num_blocks, block_size, chunks, chunk_size, heads, G0, G1, G2, B0, B1, B2,
-    feature_eps, norm_eps, denominator_eps, out_norm_eps, gate_bias, batch, head, row, value_tile,
+    num_tokens, num_blocks, block_size, chunks, chunk_size, heads, head_group, G0, G1, G2, B0, B1, B2,
+    feature_eps, norm_eps, denominator_eps, out_norm_eps, gate_bias,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
-    BN: tl.constexpr, STAGES: tl.constexpr, ONE_TILE: tl.constexpr,
+    BN: tl.constexpr, ONE_TILE: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, DIVIDE: tl.constexpr,
-    MASS: tl.constexpr, OUT_NORM: tl.constexpr, GATE: tl.constexpr, LOCAL: tl.constexpr,
+    MASS: tl.constexpr, OUT_NORM: tl.constexpr, GATE: tl.constexpr, LOCAL: tl.constexpr, REVERSE: tl.constexpr,
     STEP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """out = phi(x) S [/ (phi(x) . z + eps)], [RMSNorm], [x gate], [+ local]; out (B, N, H, Dv), contiguous.
 
-    Of a chunk of a block (row) and a tile of the value channels. MASS: the state rows end in z.
+    Program (batch, head, block, chunk of the block's tokens; value tile). MASS: the state rows end in z.
     GATE: 0 none, 1 multiply, 2 multiply by SiLU(gate + gate_bias). OUT_NORM needs all value channels in one tile.
     """
     x_stride_b, x_stride_n, x_stride_h = x_stride_b * STEP, x_stride_n * STEP, x_stride_h * STEP
@@ -216,11 +219,12 @@ def read_out(
         local_stride_n * STEP,
         local_stride_h * STEP,
     )
+    batch, head, row = locate(num_blocks * chunks, heads, head_group, REVERSE)
     block = row // chunks
     low0, low1, low2, size1, size2, count = box(block, block_size, G0, G1, G2, B0, B1, B2, TABLE)
     low = row % chunks * chunk_size
     end = tl.minimum(count, low + chunk_size)
-    value_low = value_tile * BV
+    value_low = tl.program_id(1) * BV
     x_ptr += batch * x_stride_b + head * x_stride_h
     gate_ptr += batch * gate_stride_b + head * gate_stride_h + value_low
     local_ptr += batch * local_stride_b + head * local_stride_h + value_low
@@ -249,7 +253,7 @@ def read_out(
         if TD:
             s11 = tl.where(spare_channel(DV, BV, TV)[None, :], z1.to(kind)[:, None], s11)
 
-    for tile in tl.range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN), num_stages=STAGES):
+    for tile in range(0, 1 if ONE_TILE else tl.cdiv(end - low, BN)):
         slot = low + tile * BN + tl.arange(0, BN)
         token, real, plane, line, column = tokens_at(
             slot, end, table_ptr, block, low0, low1, low2, size1, size2, block_size, num_tokens, G1, G2,
@@ -352,3 +356,25 @@ def activated(gate, gate_bias, GATE: tl.constexpr):
 def channel_weight(weight_ptr, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
     channel = LOW + tl.arange(0, PART)
     return tl.load(weight_ptr + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "width"])
+def rstd_kernel(
+    x_ptr, rstd_ptr, stride_b, stride_n, num_tokens, width, norm_eps, BN: tl.constexpr, BW: tl.constexpr
+):
+    """1 / sqrt(mean(x^2) + eps) over all heads of a token. Program (tokens, batch); x (B, N, H * D) by rows."""
+    token = tl.program_id(0) * BN + tl.arange(0, BN)
+    batch = tl.program_id(1).to(tl.int64)
+    real = token < num_tokens
+    x_ptr += batch * stride_b
+    total = tl.zeros((BN, BW), dtype=tl.float32)
+    for start in range(0, width, BW):
+        channel = start + tl.arange(0, BW)
+        x = tl.load(
+            x_ptr + token.to(tl.int64)[:, None] * stride_n + channel[None, :],
+            mask=real[:, None] & (channel < width)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        total += x * x
+    rstd = tl.rsqrt(tl.sum(total, axis=1) / width + norm_eps)
+    tl.store(rstd_ptr + batch * num_tokens + token, rstd, mask=real)

@@ -12,8 +12,8 @@ from .mixing_launch import mix, mix_gradient
 from .partition import Partition
 from .rotation import angle_tables
 from .states_backward import pull_back_kernel
-from .states_kernels import read_out_kernel, rstd_kernel, summarise_kernel
-from .triton_configs import Config, Warps, chunk_count, head_group, head_parts, overridden
+from .states_forward import read_out_kernel, rstd_kernel, summarise_kernel
+from .triton_configs import Config, Warps, chunk_count, head_group, head_parts
 from .triton_launch import (
     DOT,
     ceil_div,
@@ -27,7 +27,7 @@ from .triton_launch import (
 __all__ = ["Epilogue", "key_gradients", "mix", "mix_gradient", "query_gradients", "read_out", "summarise"]
 
 
-def channels(dim: int, value_dim: int, config: Config) -> tuple[Config, dict[str, int]]:
+def _channels(dim: int, value_dim: int, config: Config) -> tuple[Config, dict[str, int]]:
     """The configuration with the value tile that the head dims take, and the parts of the head dims."""
     (bd, td), (bv, tv) = head_parts(dim), head_parts(value_dim)
     if bv > config.BV or (tv and config.BV < 64):
@@ -35,12 +35,12 @@ def channels(dim: int, value_dim: int, config: Config) -> tuple[Config, dict[str
     return config._replace(BV=bv), {"D": dim, "DV": value_dim, "BD": bd, "TD": td, "TV": tv}
 
 
-def value_tiles(value_dim: int, config: Config) -> int:
-    config, parts = channels(16, value_dim, config)
+def _value_tiles(value_dim: int, config: Config) -> int:
+    config, parts = _channels(16, value_dim, config)
     return ceil_div(value_dim, config.BV + parts["TV"])
 
 
-class Blocks:
+class _Blocks:
     """What every kernel over a block's tokens is told about them."""
 
     def __init__(self, part: Partition, x: torch.Tensor, *wide: int, whole_state: int):
@@ -53,7 +53,6 @@ class Blocks:
             part.num_tokens, part.num_blocks, part.block_size, chunks, ceil_div(part.block_size, chunks),
             heads, head_group(heads, whole_state * part.num_blocks), *(part.layout or (1,) * 6),
         )  # fmt: skip
-        self.own_numbers = (*self.numbers[:5], *self.numbers[7:])  # without the heads and their order
         self.constants = {
             "TABLE": part.layout is None,
             "WIDE": part.num_tokens * max(x.stride(1), *wide) >= 2**31,
@@ -66,20 +65,21 @@ class Blocks:
 
         spare: a value channel more than there are would serve; a part of 16 is added where that is cheap.
         """
-        config, parts = channels(dim, value_dim, config)
-        if spare and config.BV == value_dim <= 32 and overridden("spare", True):
+        config, parts = _channels(dim, value_dim, config)
+        # Not at 64 channels: there ptxas 12.8 leaves a descriptor of one of the products undefined.
+        if spare and config.BV == value_dim <= 32:
             parts["TV"] = 16
         return config, {**parts, **self.constants, "ONE_TILE": self.numbers[4] <= config.BN}
 
 
-def rope_arguments(rope, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+def _rope(rope, x: torch.Tensor) -> tuple[torch.Tensor, int]:
     """(what the kernels read, ROPE) of a rotation: angles in a table, or frequencies of three axes."""
     if rope is None:
         return x, 0  # never read
     return (interleaved_angles(rope, x), 1) if rope[1] is not None else (rope[0], 2)
 
 
-def norm_arguments(norm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, int]:
+def _norm(norm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, int]:
     """(rstd, weight, eps, NORM) of the RMSNorm before the feature map."""
     if norm is None:
         return x, x, 0.0, 0
@@ -116,22 +116,22 @@ def summarise(
     batch, _, heads, dim = x.shape
     value_dim = y.shape[-1]
     size = dim * value_dim + (dim if mass else 0)
-    blocks = Blocks(part, x, y.stride(1), whole_state=size * state_dtype.itemsize)
+    blocks = _Blocks(part, x, y.stride(1), whole_state=size * state_dtype.itemsize)
     state = torch.empty(batch, heads, blocks.rows, size, dtype=state_dtype, device=x.device)
     scale, weight = (x, x) if rows is None else rows
-    rstd, norm_weight, norm_eps, kind = norm_arguments(norm, x)
-    angles, turned = rope_arguments(rope, x)
+    rstd, norm_weight, norm_eps, kind = _norm(norm, x)
+    angles, turned = _rope(rope, x)
     strides, step = strides_of(x, y)
 
     def start(config: Config) -> None:
-        tiles = value_tiles(value_dim, config)
+        tiles = _value_tiles(value_dim, config)
         config, constants = blocks.fit(dim, value_dim, config, spare=mass and not turned)
         triton_launch.launch(
             summarise_kernel, (blocks.programs, tiles), config,
             x, y, blocks.table, angles, rstd, norm_weight, scale, weight, state,
             *strides, *blocks.numbers, feature_eps, norm_eps,
-            ROPE=turned, NORM=kind, MASS=mass, ROWS=rows is not None, STAGES=config.num_stages, STEP=step,
-            DOT=DOT[x.dtype], **constants,
+            ROPE=turned, NORM=kind, MASS=mass, ROWS=rows is not None, STEP=step, DOT=DOT[x.dtype],
+            **constants,
         )  # fmt: skip
 
     options = (y.dtype, state_dtype, turned, kind, mass, rows is None, blocks.key)
@@ -150,8 +150,7 @@ class Epilogue:
     def __init__(self, norm_weight=None, norm_eps: float = 1e-6, gate=None, gate_bias=None, local=None):
         self.norm_weight, self.norm_eps, self.local = norm_weight, norm_eps, local
         self.gate, self.gate_bias = gate, gate_bias
-        self.gate_kind = 0 if gate is None else 1 if gate_bias is None else 2
-        self.key = (norm_weight is None, self.gate_kind, local is None)
+        self.key = (norm_weight is None, gate is None, gate_bias is None, local is None)
 
     def __call__(self, out: torch.Tensor) -> torch.Tensor:
         return epilogue(out, self.norm_weight, self.norm_eps, self.gate, self.gate_bias, self.local)
@@ -169,7 +168,7 @@ def read_out(
     batch, tokens, heads, dim = x.shape
     after = Epilogue() if after is None else after
     configs = states_configs("read_out", x, value_dim, part)
-    if after.norm_weight is not None and value_tiles(value_dim, configs[0]) > 1:
+    if after.norm_weight is not None and _value_tiles(value_dim, configs[0]) > 1:
         # A head's output norm needs all of its channels, which several programs hold here.
         out = read_out(
             x, state, value_dim, part, rope, feature_eps, divide=divide, mass=mass,
@@ -179,14 +178,14 @@ def read_out(
     out = new_rows(part, (batch, tokens, heads, value_dim), out_dtype, x.device)
     gate, local = (x if y is None else unit_stride(y) for y in (after.gate, after.local))
     row_bytes = state.shape[-1] * state.element_size()
-    blocks = Blocks(part, x, heads * value_dim, gate.stride(1), local.stride(1), whole_state=row_bytes)
-    rstd, norm_weight, norm_eps, kind = norm_arguments(norm, x)
+    blocks = _Blocks(part, x, heads * value_dim, gate.stride(1), local.stride(1), whole_state=row_bytes)
+    rstd, norm_weight, norm_eps, kind = _norm(norm, x)
     out_weight = x if after.norm_weight is None else after.norm_weight.contiguous()
-    angles, turned = rope_arguments(rope, x)
+    angles, turned = _rope(rope, x)
     strides, step = strides_of(x, gate, local)
 
     def start(config: Config) -> None:
-        tiles = value_tiles(value_dim, config)
+        tiles = _value_tiles(value_dim, config)
         if after.norm_weight is not None and tiles > 1:
             raise OutOfResources(value_dim, config.BV, "value channels in one tile")
         config, constants = blocks.fit(dim, value_dim, config, spare=divide and not turned)
@@ -197,8 +196,8 @@ def read_out(
             feature_eps, norm_eps, denominator_eps, after.norm_eps, after.gate_bias or 0.0,
             ROPE=turned, NORM=kind, DIVIDE=divide, MASS=mass,
             OUT_NORM=after.norm_weight is not None,
-            GATE=after.gate_kind, LOCAL=after.local is not None, STAGES=config.num_stages, STEP=step,
-            DOT=state_dot(x, state), **constants,
+            GATE=0 if after.gate is None else 1 if after.gate_bias is None else 2,
+            LOCAL=after.local is not None, STEP=step, DOT=_state_dot(x, state), **constants,
         )  # fmt: skip
 
     options = (out_dtype, state.dtype, turned, kind, divide, after.key, blocks.key)
@@ -211,7 +210,7 @@ def read_out(
     return out
 
 
-def state_dot(x: torch.Tensor, state: torch.Tensor) -> str:
+def _state_dot(x: torch.Tensor, state: torch.Tensor) -> str:
     """bf16 inputs keep float32 states when asked to: their products are then taken as tf32."""
     return "tf32" if x.dtype == torch.bfloat16 and state.dtype == torch.float32 else DOT[x.dtype]
 
@@ -224,14 +223,14 @@ def _pull_back(
     batch, tokens, heads, dim = x.shape
     value_dim = y.shape[-1]
     keys = name == "key_gradients"
-    blocks = Blocks(part, x, y.stride(1), heads * dim, whole_state=state.shape[-1] * state.element_size())
+    blocks = _Blocks(part, x, y.stride(1), heads * dim, whole_state=state.shape[-1] * state.element_size())
     dx = new_rows(part, (batch, tokens, heads, dim), x.dtype, x.device)
-    angles, turned = rope_arguments(rope, x)
+    angles, turned = _rope(rope, x)
     strides, step = strides_of(x, y)
     results: list = [dx, None, None]
 
     def start(config: Config) -> None:
-        whole = value_tiles(value_dim, config) == 1
+        whole = _value_tiles(value_dim, config) == 1
         # Accumulating the states' gradient beside a denominator's, or in four parts, takes too many registers.
         simple = not mass and head_parts(dim)[1] == head_parts(value_dim)[1] == 0
         fused = whole and (keys or simple or max(dim, value_dim) <= 32)
@@ -254,7 +253,7 @@ def _pull_back(
             x, y, blocks.table, angles, state, dx, own, scale, weight,
             *strides, *blocks.numbers, feature_eps, denominator_eps,
             ROPE=turned, MASS=mass, KEYS=keys, WHOLE=whole, FUSED=fused, STEP=step,
-            DOT=state_dot(x, state), **constants,
+            DOT=_state_dot(x, state), **constants,
         )  # fmt: skip
 
     options = (y.dtype, state.dtype, state_dtype, turned, mass, blocks.key)

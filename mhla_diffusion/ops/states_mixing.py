@@ -9,26 +9,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["mix_gradient_kernel", "mix_kernel", "mix_tile", "spread_kernel"]
+__all__ = ["mix_gradient_kernel", "mix_kernel", "spread_kernel"]
 
-_SIZES = ["heads", "rows", "columns", "left_rows", "right_rows", "parts", "padded_rows", "chunks", "counters"]
+_SIZES = ["heads", "rows", "columns", "left_rows", "right_rows", "parts", "padded_rows", "chunks"]
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def spread_kernel(
-    m_ptr, out_ptr, counter_ptr, stride_h, stride_row, stride_column, rows, columns, chunks, padded_rows, matrices,
-    counters, WIDTH: tl.constexpr, SPLIT: tl.constexpr,
+    m_ptr, out_ptr, stride_h, stride_row, stride_column, rows, columns, chunks, padded_rows, matrices,
+    WIDTH: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Coefficients as `mix_kernel` wants them: zero-padded, each column once for every chunk of its block.
 
     Program (row, matrix). out `(matrices, padded_rows, WIDTH)`; SPLIT: the high bfloat16 parts, then the low ones.
-    counter_ptr: int32 (counters,), set to zero by the way.
     """
     row = tl.program_id(0)
     matrix = tl.program_id(1)
-    for start in range((matrix * padded_rows + row) * 256, counters, matrices * padded_rows * 256):
-        counter = start + tl.arange(0, 256)
-        tl.store(counter_ptr + counter, tl.zeros((256,), tl.int32), mask=counter < counters)
     column = tl.arange(0, WIDTH)
     m = tl.load(
         m_ptr + matrix * stride_h + row * stride_row + (column // chunks) * stride_column,
@@ -52,20 +48,28 @@ def weighted_sum(high, low, state, total, DOT: tl.constexpr):
         return tl.dot(high, state.to(tl.float32), total, input_precision=DOT)
 
 
-@triton.jit
-def mix_tile(
-    m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns, line, row_tile, place_tile,
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
+def mix_kernel(
+    m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, DOT: tl.constexpr,
+    REVERSE: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """A tile of `mix_kernel`'s result, of one batch and head (line)."""
-    row = row_tile * BM + tl.arange(0, BM)
-    place = place_tile * BP + tl.arange(0, BP)
+    """out (B, H, rows, SIZE) = m (rows, columns) states (B, H, columns, SIZE), m as `spread_kernel` leaves it.
+
+    Program (batch and head, tile of the state, row tile fastest). low_part: where m's low parts begin.
+    """
+    tiles = tl.cdiv(rows, BM)
+    line = tl.program_id(0) // (tiles * tl.cdiv(SIZE, BP))
+    tile = tl.program_id(0) % (tiles * tl.cdiv(SIZE, BP))
+    if REVERSE:
+        line = tl.num_programs(0) // (tiles * tl.cdiv(SIZE, BP)) - 1 - line
+    row = tile % tiles * BM + tl.arange(0, BM)
+    place = tile // tiles * BP + tl.arange(0, BP)
     m_ptr += line % heads * stride_h
     state_ptr += line.to(tl.int64) * columns * SIZE
     out_ptr += line.to(tl.int64) * rows * SIZE
     mixed = tl.zeros((BM, BP), dtype=tl.float32)
-    for start in tl.range(0, columns, BN, num_stages=STAGES):
+    for start in range(0, columns, BN):
         column = start + tl.arange(0, BN)
         offset = row[:, None] * WIDTH + column[None, :]
         state = tl.load(
@@ -81,27 +85,6 @@ def mix_tile(
         mixed.to(out_ptr.dtype.element_ty),
         mask=(row < rows)[:, None] & (place < SIZE)[None, :],
     )
-
-
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
-def mix_kernel(
-    m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
-    STAGES: tl.constexpr, REVERSE: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """out (B, H, rows, SIZE) = m (rows, columns) states (B, H, columns, SIZE), m as `spread_kernel` leaves it.
-
-    Program (batch and head, tile of the state, row tile fastest). low_part: where m's low parts begin.
-    """
-    tiles = tl.cdiv(rows, BM)
-    line = tl.program_id(0) // (tiles * tl.cdiv(SIZE, BP))
-    tile = tl.program_id(0) % (tiles * tl.cdiv(SIZE, BP))
-    if REVERSE:
-        line = tl.num_programs(0) // (tiles * tl.cdiv(SIZE, BP)) - 1 - line
-    mix_tile(
-        m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns, line, tile % tiles, tile // tiles,
-        SIZE, WIDTH, BM, BP, BN, STAGES, DOT,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)

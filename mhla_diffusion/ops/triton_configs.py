@@ -13,8 +13,7 @@ import functools
 from typing import NamedTuple
 
 __all__ = [
-    "Config", "DualConfig", "ForwardConfig", "MixConfig", "Warps", "chunk_count", "dual_configs", "forward_configs",
-    "head_group", "head_parts",
+    "Config", "DualConfig", "MixConfig", "Warps", "chunk_count", "dual_configs", "head_group", "head_parts",
     "launch_configs", "mix_configs", "overridden", "override", "padded",
 ]  # fmt: skip
 
@@ -47,32 +46,6 @@ class MixConfig(NamedTuple):
     BN: int
     num_warps: int
     num_stages: int
-
-
-class ForwardConfig(NamedTuple):
-    """The forward pass in one launch: tiles and pipeline stages of its three steps, see `Config` and `MixConfig`."""
-
-    KEY_BN: int
-    KEY_STAGES: int
-    BM: int
-    BP: int
-    BN: int
-    MIX_STAGES: int
-    QUERY_BN: int
-    QUERY_STAGES: int
-    BV: int
-    num_warps: int
-    maxnreg: int | None = None
-    num_stages: int = 1  # of loops that name none: there are none
-
-    def fitted(self, query, key) -> ForwardConfig:
-        """Tiles no larger than the blocks of these partitions need."""
-        return self._replace(
-            KEY_BN=min(self.KEY_BN, padded(key.block_size)),
-            QUERY_BN=min(self.QUERY_BN, padded(query.block_size)),
-            BM=min(self.BM, _tile(query.num_blocks)),
-            BN=min(self.BN, _tile(key.num_blocks)),
-        )
 
 
 class DualConfig(NamedTuple):
@@ -111,11 +84,11 @@ _BY_KERNEL = {
     ("summarise", 9, 16, 128): Config(32, 128, 4, 4),
     ("summarise", 9, 16, 80): Config(64, 64, 4, 2),
     ("read_out", 9, 16, 80): Config(64, 64, 4, 2),
-    ("query_gradients", 9, 16, 80): Config(64, 64, 4, 2),
-    ("key_gradients", 9, 16, 80): Config(64, 64, 4, 2),
+    ("query_gradients", 9, 16, 80): Config(64, 64, 4, 1, 128),
+    ("key_gradients", 9, 16, 80): Config(64, 64, 4, 2, 128),
     ("read_out", 9, 16, 128): Config(64, 128, 4, 1),
     ("query_gradients", 9, 16, 128): Config(16, 128, 4, 3),
-    ("key_gradients", 9, 16, 128): Config(64, 128, 4, 2),
+    ("key_gradients", 9, 16, 128): Config(64, 128, 8, 2, 128),
 }
 # Faster with rows to spare than with tiles too short for Hopper's matrix instructions.
 _WHOLE_TILES = {("query_gradients", 9, 16, 80), ("key_gradients", 9, 16, 80)}
@@ -229,25 +202,6 @@ def _mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> tuple[
             config = config._replace(num_stages=min(config.num_stages, 3))
     narrow = config._replace(BP=min(config.BP, 32), num_stages=1)
     return config, narrow, narrow._replace(BN=16)
-
-
-# Largest of the padded head dims -> configuration, for bfloat16 on Hopper.
-_FORWARD = {
-    32: ForwardConfig(128, 2, 64, 256, 32, 3, 128, 2, 32, 4),
-    64: ForwardConfig(64, 2, 64, 256, 32, 3, 64, 2, 64, 4),
-    80: ForwardConfig(64, 2, 64, 256, 32, 3, 64, 2, 64, 4),
-    128: ForwardConfig(32, 4, 64, 256, 32, 3, 64, 1, 128, 4, 168),
-}
-
-
-def forward_configs(generation: int, dot_bits: int, padded_dim: int) -> tuple[ForwardConfig, ...]:
-    """Configurations of the forward pass in one launch; none where its steps are launched one by one."""
-    if "forward" in _OVERRIDES:
-        config = _OVERRIDES["forward"]
-        return () if config is None else (config,)
-    if generation < 9 or dot_bits != 16 or padded_dim > 128:
-        return ()
-    return (_FORWARD[max(32, padded_dim)],)
 
 
 # (kernel, generation, bits) -> configuration for head dims up to 128.

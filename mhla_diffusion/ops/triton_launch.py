@@ -88,10 +88,9 @@ def states_configs(name: str, x: torch.Tensor, value_dim: int, part: Partition) 
 
 
 def start_first_fitting(
-    name: str, x: torch.Tensor, value_dim: int, configs: tuple, options: tuple, start: Callable,
-    *, otherwise: str = "plain torch",
-) -> bool:  # fmt: skip
-    """Start a kernel with the first configuration that works. False: none does, so the caller does it `otherwise`.
+    name: str, x: torch.Tensor, value_dim: int, configs: tuple, options: tuple, start: Callable
+) -> bool:
+    """Start a kernel with the first configuration that works. False: none does, so plain torch has to do it.
 
     options: what else the kernel is compiled for, so that one variant's failure does not slow the others down.
     """
@@ -109,7 +108,7 @@ def start_first_fitting(
             _warn_once(x, value_dim, "a smaller launch configuration", error)
             _step[key] = step
         return True
-    _warn_once(x, value_dim, otherwise, error)
+    _warn_once(x, value_dim, "plain torch", error)
     _step[key] = len(configs)
     return False
 

@@ -16,7 +16,7 @@ TINY_FUSED = Case("tiny, fused", 1, 2, (2, 3, 4), (1, 2, 2), 8, "none", rope=Tru
 @pytest.mark.parametrize("case", [TINY, TINY_FUSED], ids=lambda case: case.name)
 def test_every_kernel_of_a_shape_can_be_called_alone(case):
     stages = tune_operator.stages(Inputs(case, CPU, torch.float32, 0))
-    assert list(stages) == tune_operator.kernels_of(case, CPU, torch.float32)
+    assert list(stages) == tune_operator.kernels_of(case)
     for kernel, call in stages.items():
         assert all(torch.isfinite(x).all() for x in tune_operator.first_tensors(call())), kernel
         options = list(tune_operator.candidates(kernel, case.dim))
@@ -27,7 +27,7 @@ def test_every_kernel_of_a_shape_can_be_called_alone(case):
 def test_tuning_times_every_kernel_and_prints_the_best(tmp_path, monkeypatch, capsys):
     result = tune_operator.tune([TINY], tmp_path, CPU, torch.float32, repeats=1, workers=1, limit=1)
     assert json.loads((tmp_path / "tune.json").read_text()) == json.loads(json.dumps(result))
-    kernels, rows = tune_operator.kernels_of(TINY, CPU, torch.float32), result["kernels"]
+    kernels, rows = tune_operator.kernels_of(TINY), result["kernels"]
     # The table's configuration, a candidate, and where registers can be limited that one with fewer of them.
     assert [row["kernel"] for row in rows] == [
         name for name in kernels for _ in range(2 if "mix" in name else 3)

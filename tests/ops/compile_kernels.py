@@ -28,7 +28,11 @@ from mhla_diffusion.ops.triton_configs import dual_configs, override
 
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes that one program may take
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
-SHORT, LONG = (16, 16), (64, 64)  # tokens; in 4 x 4 blocks these are 16 in one tile, 256 in several
+SHORT, MIDDLE, LONG = (
+    (16, 16),
+    (32, 32),
+    (64, 64),
+)  # tokens; in 4 x 4 blocks 16 or 64 in one tile, 256 in several
 
 
 class Target:
@@ -124,7 +128,9 @@ def a_few(arch: int) -> None:
     if arch < 90:
         return
     attend(FLOAT32, LONG, 64, rope=True)
+    attend(BFLOAT16, MIDDLE, 64)
     attend(BFLOAT16, LONG, 72)
+    attend(BFLOAT16, LONG, 72, rope=True)
     attend_with_steps(BFLOAT16, LONG, 128)
     attend(BFLOAT16, LONG, 32, heads=8, fused=True)
     attend_in_video(BFLOAT16, 128, "none")
@@ -135,7 +141,7 @@ def every_option(dims: list[int]) -> None:
     for dtype, normalizer, rope, fused in options:
         if fused and dtype == FLOAT32:
             continue
-        for dim, tokens in itertools.product(dims, (SHORT, LONG)):
+        for dim, tokens in itertools.product(dims, (SHORT, MIDDLE, LONG)):
             attend(dtype, tokens, dim, rope=rope, normalizer=normalizer, fused=fused)
             if (
                 dim in (8, 12) and tokens == LONG

@@ -7,6 +7,8 @@ and larger shapes.
 import pytest
 import torch
 
+from mhla_diffusion.mixing import initial_mixing
+from mhla_diffusion.ops import GridRope, mhla_attention
 from mhla_diffusion.ops.partition import Partition
 from mhla_diffusion.ops.registration import triton_core
 from mhla_diffusion.ops.states_launch import mix
@@ -216,3 +218,29 @@ def test_mixing_of_half_precision_states_on_the_gpu(config):
         got = mix(matrix, states, states[..., :128], 128)
     want = matrix.double() @ states.double()
     assert ((got.double() - want).norm() / want.norm()) < 3e-3  # the result's own rounding is 1.7e-3
+
+
+def test_everything_fused_in_float32(device):
+    generator = torch.Generator().manual_seed(5)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(device)
+
+    q, k, v, gate, local = (random(1, 15, 2, 16) for _ in range(5))
+    options = {
+        "grid": (3, 5), "block_grid": (2, 2), "normalizer": "none", "gate_bias": 1.2,
+        "rope": GridRope(torch.rand(2, 8, generator=generator).to(device)),
+    }  # fmt: skip
+    steps = {"gate": gate, "local": local, "norm_weight": random(16)}
+    steps |= {name: (random(2, 16), 1e-6) for name in ("query_norm", "key_norm")}
+    with override(**dict.fromkeys(("summarise", "read_out"), Config(16, 16, 4, 1))):
+        got = mhla_attention(q, k, v, initial_mixing((2, 2)).to(device), backend="triton", **options, **steps)
+    exact = {name: double(x) for name, x in steps.items()}
+    want = mhla_attention(
+        *(x.double() for x in (q, k, v)), initial_mixing((2, 2)).to(device), backend="reference", **options, **exact
+    )  # fmt: skip
+    assert ((got - want).norm() / want.norm()) < 1e-5
+
+
+def double(x):
+    return (x[0].double(), x[1]) if isinstance(x, tuple) else x.double()
