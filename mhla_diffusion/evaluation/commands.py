@@ -9,6 +9,7 @@ from pathlib import Path
 
 from .diagnostics.commands import add_attention
 from .image_protocols import METRICS, PROTOCOLS
+from .protocols.commands import add_protocol_commands, add_run_options
 from .text_image.commands import add_text_image_options
 from .text_image.protocols import TEXT_IMAGE_PROTOCOLS
 from .vbench.commands import add_vbench
@@ -23,6 +24,7 @@ def add_eval(commands, add_command: Callable, parser_class: type) -> None:
     add_stats(parts, add_command)
     add_list(parts, add_command)
     add_compare(parts, add_command)
+    add_protocol_commands(parts, add_command)
     add_attention(parts, add_command)
     add_vbench(parts, add_command, parser_class)
 
@@ -54,10 +56,11 @@ def add_run(parts, add_command: Callable) -> None:
         run_protocol,
         "Score a set of pictures by a protocol of `mhla eval list`: against a reference, or against their prompts.",
         "A set is a folder, an .npz with arr_0 or a .tar; a reference may also be an .npz of statistics, ours or "
-        "ADM's. Exit status: 2 a mistake, nothing was computed; 3 weights are missing.",
+        "ADM's. A protocol of a file may have several parts. Exit status: 2 a mistake, nothing was computed; 3 weights "
+        "are missing; 4 a part failed, the others are in the result.",
     )
     add = parser.add_argument
-    add("protocol", metavar="PROTOCOL", help=", ".join((*PROTOCOLS, *TEXT_IMAGE_PROTOCOLS)))
+    add("protocol", nargs="?", metavar="PROTOCOL", help=", ".join((*PROTOCOLS, *TEXT_IMAGE_PROTOCOLS)))
     add("--samples", required=True, metavar="SET", help="what is scored")
     add("--reference", metavar="SET", help="real pictures, or their statistics")
     add("--samples-split", metavar="NAME", help="of a .tar")
@@ -66,9 +69,11 @@ def add_run(parts, add_command: Callable) -> None:
     add("--skip-missing", action="store_true", help="leave out metrics whose weights are missing")
     add("--floor", action="store_true", help="also compare one half of the reference with the other")
     add("--seed", type=int, default=0, help="of KID's subsets (default: %(default)s)")
-    add("--out", default="outputs/eval.json", metavar="FILE", help="JSON (default: %(default)s)")
+    add("--out", metavar="FILE|FOLDER",
+        help="JSON (default: outputs/eval.json); with --protocol a folder (default: outputs/eval/NAME)")  # fmt: skip
     add_options(parser)
     add_text_image_options(parser)
+    add_run_options(parser)
 
 
 def check_numbers(args: argparse.Namespace) -> None:
@@ -87,7 +92,7 @@ def opened(args: argparse.Namespace, source: str, split: str | None = None):
     )
 
 
-def progress_bar(total: int):
+def progress_bar(total: int | None):
     from tqdm import tqdm
 
     return tqdm(total=total, unit="picture", disable=not sys.stderr.isatty(), leave=False)
@@ -97,6 +102,22 @@ def run_protocol(args: argparse.Namespace) -> int:
     from .image_protocols import find_protocol
 
     check_numbers(args)
+    if args.protocol is None and args.protocol_file is None:
+        raise ValueError("no protocol given: mhla eval list shows them")
+    if args.protocol_file is None and args.protocol not in (*PROTOCOLS, *TEXT_IMAGE_PROTOCOLS):
+        from .protocols.files import known_protocols
+
+        if args.protocol in known_protocols() or Path(args.protocol).suffix in (".yaml", ".yml"):
+            args.protocol, args.protocol_file = None, args.protocol
+    if args.protocol_file is not None:
+        from .protocols.commands import run_file
+
+        if args.protocol is not None:
+            raise ValueError(f"both {args.protocol} and --protocol {args.protocol_file} given: give one")
+        return run_file(args)
+    args.out = args.out or "outputs/eval.json"
+    if args.results or args.plan:
+        raise ValueError(f"protocol {args.protocol} reads no --results and no --plan: leave them out")
     if args.protocol in TEXT_IMAGE_PROTOCOLS:
         return run_with_prompts(args)
     protocol = find_protocol(args.protocol, TEXT_IMAGE_PROTOCOLS)
@@ -152,7 +173,9 @@ def run_with_prompts(args: argparse.Namespace) -> int:
                 f"protocol {protocol.name} scores pictures against their prompts: leave "
                 f"--{option.replace('_', '-')} out"
             )
-    return run_text_image(args, protocol, opened(args, args.samples, args.samples_split), progress_bar)
+    return run_text_image(
+        args, protocol, lambda: opened(args, args.samples, args.samples_split), progress_bar
+    )
 
 
 def add_stats(parts, add_command: Callable) -> None:
@@ -229,7 +252,22 @@ def run_list(args: argparse.Namespace) -> int:
                 print(f"{'':16} ready: {role} from {found.path} ({found.why})")
             except MissingWeights as error:
                 print(f"{'':16} not ready: {error}")
+    print()
+    print("Protocols of files (mhla eval run --protocol NAME; mhla eval doctor NAME says what is missing):")
+    list_files()
     return 0
+
+
+def list_files() -> None:
+    """The protocols of files that are found by name."""
+    from .protocols.files import known_protocols, load_protocol
+
+    for name, path in known_protocols().items():
+        try:
+            summary = load_protocol(path).summary
+        except ValueError as error:
+            summary = f"cannot be used: {error}"
+        print(f"{name:16} {summary}")
 
 
 def add_compare(parts, add_command: Callable) -> None:

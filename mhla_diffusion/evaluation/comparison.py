@@ -22,14 +22,29 @@ def read_result(path: Path) -> dict:
 
 
 def basis(result: dict) -> dict:
-    """What must be the same for two values to compare: protocol, network, resize, the reference."""
-    features, reference = result.get("features", {}), result.get("inputs", {})
-    reference = reference.get("reference", {}) if isinstance(reference, dict) else {}
+    """What must be the same for two values to compare: protocol, network, resize, the reference, of every part."""
+    found = {"protocol": result["protocol"], "protocol's hash": result.get("protocol_sha256")} | features_of(
+        result
+    )
+    for name, part in result.get("parts", {}).items():
+        if part["status"] == "ok":
+            found |= {f"{key} of {name}": value for key, value in features_of(part).items()}
+    return found
+
+
+def features_of(result: dict) -> dict:
+    def of_inputs(name: str) -> dict:
+        """Empty where it is a path: the parts of a protocol say more."""
+        inputs = result.get("inputs", {})
+        found = inputs.get(name) if isinstance(inputs, dict) else None
+        return found if isinstance(found, dict) else {}
+
+    features, reference = result.get("features", {}), of_inputs("reference")
     return {
-        "protocol": result["protocol"],
         "network": features.get("network"),
         "resize": features.get("resize"),
         "reference": reference.get("sha256") or reference.get("listing_sha256"),
+        "prompts": of_inputs("prompts").get("sha256"),
     }
 
 
@@ -37,10 +52,11 @@ def check_comparable(results: list[dict]) -> list[str]:
     """Warnings about counts. Raises ReferenceMismatch, naming what differs, for results that do not compare."""
     first = basis(results[0])
     for result in results[1:]:
-        for key, value in basis(result).items():
-            if value != first[key]:
+        other = basis(result)
+        for key in (key for key in first if key in other):  # a part that only one result has is an empty cell
+            if first[key] != other[key]:
                 raise ReferenceMismatch(
-                    f"{results[0]['file']} and {result['file']} do not compare: {key} {first[key]} and {value}"
+                    f"{results[0]['file']} and {result['file']} do not compare: {key} {first[key]} and {other[key]}"
                 )
     notes = []
     for metric in results[0]["values"]:

@@ -57,6 +57,8 @@ def add_attention(parts, add_command: Callable) -> None:
     add("--lanczos-steps", type=int, default=64, help="of each (default: %(default)s)")
     add("--entropy-rows", type=int, default=4096, metavar="N",
         help="rows that the entropy is taken of, at most (default: %(default)s)")  # fmt: skip
+    add("--one-block", action="store_true",
+        help="also linear attention of the same queries and keys in MHLA layers")  # fmt: skip
     add("--every-row", action="store_true", help="also store the figures of every single matrix")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
@@ -98,6 +100,7 @@ def run_attention(args: argparse.Namespace) -> int:
         seed=args.seed,
         layers=tuple(args.layers) if args.layers else None,
         heads=tuple(args.heads) if args.heads else None,
+        one_block=args.one_block,
     )
     results = {}
     for label, folder in folders.items():

@@ -29,6 +29,7 @@ class LayerAttention:
 
     matrix: (item of the batch, head) -> its matrix.
     rows: what the rows are divided by: "softmax", or a denominator.
+    one_block: of MHLA, the matrix of the same queries and keys in a single block, which is linear attention.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class LayerAttention:
     heads: int
     matrix: Callable[[int, int], AttentionMatrix]
     rows: str
+    one_block: Callable[[int, int], AttentionMatrix] | None = None
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -165,12 +167,19 @@ def of_features(
         divided = denominator(q[b, :, h], k[b, :, h], coefficients, table, normalizer) + eps
         return MixedMatrix(turned_q[b, :, h], turned_k[b, :, h], coefficients, table, divided)
 
+    def one_block(b: int, h: int) -> MixedMatrix:
+        tokens, one = torch.arange(q.shape[1], device=q.device)[None], mixing.new_ones(1, 1)
+        divided = denominator(q[b, :, h], k[b, :, h], one, tokens, "paper") + eps
+        return MixedMatrix(turned_q[b, :, h], turned_k[b, :, h], one, tokens, divided)
+
     rows = {
         "paper": "phi(q) . z~",
         "none": "phi(q) . z~ (the operator does not divide; the output norm behind it takes the scale away)",
         "official": "other blocks' queries, as the released DiT code: rows do not sum to 1",
     }[normalizer]
-    return LayerAttention("linear" if len(table) == 1 else "mhla", q.shape[0], q.shape[2], matrix, rows)
+    if len(table) == 1:
+        return LayerAttention("linear", q.shape[0], q.shape[2], matrix, rows)
+    return LayerAttention("mhla", q.shape[0], q.shape[2], matrix, rows, one_block)
 
 
 def denominator(q: Tensor, k: Tensor, mixing: Tensor, table: Tensor, normalizer: str) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...pipelines.pictures import write_atomically
 from .mixing_figures import heat_map, sheet
-from .study import FIGURES, PAPER, mixings_of, summary, transformers_of
+from .study import FIGURES, ONE_BLOCK, PAPER, mixings_of, summary, transformers_of
 
 SCHEMA = 1
 TITLES = {
@@ -18,6 +18,7 @@ TITLES = {
     "entropy": "entropy, nats",
     "relative_entropy": "entropy / log N",
 }
+KINDS = {ONE_BLOCK: "linear (one block, MHLA's queries and keys)"}
 PAPER_REMARK = (
     "DeiT-T: as published with MHLA (arXiv 2601.07832), a classifier on 256 tokens; its rank's threshold is not given. "
     "Other models and inputs have other values: only the order of the kinds compares."
@@ -108,7 +109,7 @@ def table_of_kinds(results: dict[str, dict]) -> list[str]:
     lines = head_of(["pipeline", "attention", "N", "rank bound", *TITLES.values(), *others])
     for name, result in results.items():
         for entry in result["kinds"]:
-            cells = [name, entry["kind"], str(entry["tokens"]), bound(entry)]
+            cells = [name, title(entry), str(entry["tokens"]), bound(entry)]
             cells += [number(entry, figure) for figure in FIGURES]
             lines.append("| " + " | ".join([*cells, *(f"{entry['ranks'][v]:.1f}" for v in further)]) + " |")
     for kind, published in PAPER.items():
@@ -117,6 +118,10 @@ def table_of_kinds(results: dict[str, dict]) -> list[str]:
             "| " + " | ".join(["DeiT-T, published", kind, "", "", *cells, *[""] * len(further)]) + " |"
         )
     return lines
+
+
+def title(entry: dict) -> str:
+    return KINDS.get(entry["kind"], entry["kind"])
 
 
 def bound(entry: dict) -> str:
@@ -130,7 +135,7 @@ def table_of_layers(result: dict) -> list[str]:
     several = len({entry["model"] for entry in result["layers"]}) > 1
     for entry in result["layers"]:
         name = f"{entry['model']} {entry['layer']}" if several else str(entry["layer"])
-        cells = [name, entry["kind"], bound(entry)]
+        cells = [name, title(entry), bound(entry)]
         lines.append("| " + " | ".join([*cells, *(number(entry, figure) for figure in FIGURES)]) + " |")
     return lines
 

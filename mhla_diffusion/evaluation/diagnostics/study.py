@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ...pipelines.painter import Painter
 from ...pipelines.requests import Request
 from .entropy import row_entropy
-from .layers import LayerAttention, attention_layers, layer_attention
-from .matrices import MixedMatrix
+from .layers import attention_layers, layer_attention
+from .matrices import AttentionMatrix, MixedMatrix
 from .mixing_figures import mixing_figures, mixings_of, on_grid
 from .spectrum import spectrum
 
@@ -28,12 +28,16 @@ PAPER = {
     "softmax": {"rank": 254.8, "entropy": 4.13},
     "mhla": {"rank": 233.4, "entropy": 4.06},
 }
+ONE_BLOCK = "one_block"  # kind of rows of linear attention with MHLA's queries and keys
 FIGURES = ("rank", "effective_rank", "participation_ratio", "stable_rank", "entropy", "relative_entropy")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How the figures are computed; see `spectrum` and `row_entropy`."""
+    """How the figures are computed; see `spectrum` and `row_entropy`.
+
+    one_block: also the figures of MHLA's queries and keys in a single block, to see what the blocks do.
+    """
 
     threshold: float | None = None
     thresholds: tuple[float, ...] = (1e-3, 1e-2)
@@ -44,6 +48,7 @@ class Options:
     seed: int = 0
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
+    one_block: bool = False
 
 
 @dataclass
@@ -64,9 +69,8 @@ def token_grid(model: nn.Module, latents: Tensor) -> tuple[int, ...]:
     return tuple(size // step for size, step in zip(sizes, patch, strict=True))
 
 
-def figures_of(layer: LayerAttention, item: int, head: int, options: Options) -> dict:
-    """The row of one matrix."""
-    matrix = layer.matrix(item, head)
+def figures_of(matrix: AttentionMatrix, rows: str, options: Options) -> dict:
+    """The row of one matrix; `rows`: what its rows are divided by."""
     found = spectrum(
         matrix,
         threshold=options.threshold,
@@ -83,7 +87,7 @@ def figures_of(layer: LayerAttention, item: int, head: int, options: Options) ->
         "kind": matrix.kind,
         "tokens": matrix.tokens,
         "rank_bound": matrix.rank_bound,
-        "rows_divided_by": layer.rows,
+        "rows_divided_by": rows,
         "entropy": entropy.mean,
         "relative_entropy": entropy.relative,
         "entropy_details": dataclasses.asdict(entropy),
@@ -133,8 +137,12 @@ def watching(
             mean_row = 0.0
             for item in range(layer.items):
                 for head in heads:
-                    row = figures_of(layer, item, head, options)
-                    seen.rows.append({**where, "head": head, "item": item, **row})
+                    here = {**where, "head": head, "item": item}
+                    matrix = layer.matrix(item, head)
+                    seen.rows.append({**here, **figures_of(matrix, layer.rows, options)})
+                    if options.one_block and layer.one_block:
+                        row = figures_of(layer.one_block(item, head), layer.rows, options)
+                        seen.rows.append({**here, **row, "kind": ONE_BLOCK})
                     progress(1)
             for head in heads:
                 matrix = layer.matrix(0, head)

@@ -19,7 +19,7 @@ from mhla_diffusion.evaluation.diagnostics.mixing_figures import (
     on_grid,
     sheet,
 )
-from mhla_diffusion.evaluation.diagnostics.study import Options, summary, watching
+from mhla_diffusion.evaluation.diagnostics.study import ONE_BLOCK, Options, summary, watching
 from mhla_diffusion.mixing import BlockMixing
 from mhla_diffusion.models.dit import MHLADiTTransformer2DModel
 from mhla_diffusion.models.sana import MHLASanaTransformer2DModel
@@ -112,12 +112,13 @@ def test_dit_and_wan_pipelines(tmp_path, capsys):
         run(
             tmp_path / "wan", "--prompts", tmp_path / "prompts.txt", "--steps", 2, "--at", 1, "--out", tmp_path / "b",
             "--height", 32, "--width", 48, "--frames", 17, "--layers", 1, "--heads", "0", "--exact-limit", 8,
-            "--lanczos-steps", 8, "--entropy-rows", 30,
+            "--lanczos-steps", 8, "--entropy-rows", 30, "--one-block",
         )
         == 0
     )  # fmt: skip
     wan = json.loads((tmp_path / "b" / "wan.json").read_text())
-    assert wan["token_grid"] == [5, 2, 3] and [row["layer"] for row in wan["layers"]] == [1]
+    assert wan["token_grid"] == [5, 2, 3] and [row["layer"] for row in wan["layers"]] == [1, 1]
+    assert [row["kind"] for row in wan["kinds"]] == ["mhla", ONE_BLOCK]
     notes = capsys.readouterr().err
     assert "negative weights" in notes and "ranks are estimated" in notes
 

