@@ -105,6 +105,8 @@ class Detector:
             output, threshold=self.threshold, target_sizes=size, return_binary_maps=True
         )[0]
         detections = []
+        if not found["segments_info"]:  # then the segmentation is one empty map
+            return detections
         for mask, segment in zip(found["segmentation"], found["segments_info"], strict=True):
             mask = np.asarray(mask.cpu()) > 0.5
             if not mask.any():
