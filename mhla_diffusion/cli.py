@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from mhla_diffusion.evaluation.bench_commands import add_bench
 from mhla_diffusion.evaluation.commands import add_eval
 from mhla_diffusion.weights import DEFAULT_PIPELINE
 
@@ -64,7 +65,7 @@ def build_parser() -> OneLineParser:
     add_train(commands)
     add_convert(commands)
     add_eval(commands, add_command, OneLineParser)
-    add_bench(commands)
+    add_bench(commands, add_command, OneLineParser)
     return parser
 
 
@@ -253,113 +254,6 @@ def run_convert(args: argparse.Namespace) -> int:
     for line in done.report():
         print(line)
     print("nothing written (--dry-run)" if args.dry_run else f"{args.out} written")
-    return 0
-
-
-def add_bench(commands) -> None:
-    summary = "Time parts of this package beside their peers in the same run."
-    bench = commands.add_parser("bench", help=summary, description=summary)
-    parts = bench.add_subparsers(title="parts", metavar="PART", required=True, parser_class=OneLineParser)
-    add_bench_model(parts)
-    parser = add_command(
-        parts,
-        "op",
-        run_bench_op,
-        "Time the attention operator at real models' shapes, beside softmax attention and other peers.",
-        "The file is written after every row. Without a CUDA device small shapes only try the program out.",
-    )
-    add = parser.add_argument
-    add("--rows", nargs="+", default=[], metavar="TEXT", help="only the rows whose name holds one of these")
-    add("--scaling", action="store_true", help="instead time one shape from 1k to 128k tokens")
-    add("--quick", action="store_true", help="few repeats, no compiled peers, only rows and kernels")
-    add("--parts", nargs="+", default=[], choices=("rows", "kernels", "first_call", "forms"),
-        help="measure only these; the file's other parts stay (default: all)")  # fmt: skip
-    add("--minutes", type=float, default=8.0, help="begin nothing after this time (default: %(default)s)")
-    add(
-        "--repeats",
-        type=int,
-        default=30,
-        help="timed calls, of which the median counts (default: %(default)s)",
-    )
-    add("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: %(default)s")
-    add(
-        "--out",
-        metavar="FILE",
-        help="JSON (default: outputs/op.json, with --scaling outputs/op_scaling.json)",
-    )
-
-
-def add_bench_model(parts) -> None:
-    parser = add_command(
-        parts,
-        "model",
-        run_bench_model,
-        "Time whole transformers, converted beside stock, eager and compiled, forward and training.",
-        "The file is written after every row, and a later call measures the rows that it lacks. On a CPU tiny "
-        "models only try the program out.",
-    )
-    add = parser.add_argument
-    add("--model", metavar="images|wan-1.3b", help="whose rows (default: those that --rows names, or images)")
-    add("--rows", nargs="+", default=[], metavar="TEXT", help="only the rows whose name holds one of these")
-    add("--list", action="store_true", help="only print the rows' names")
-    add(
-        "--profile",
-        action="store_true",
-        help="in place of times, say where eager forward passes spend theirs",
-    )
-    add("--minutes", type=float, default=9.0, help="begin no row after this time (default: %(default)s)")
-    add("--seconds", type=float, default=2.0, help="how long each model is timed (default: %(default)s)")
-    add("--compile-mode", default="default", choices=("default", "reduce-overhead", "max-autotune"),
-        help="mode of torch.compile (default: %(default)s)")  # fmt: skip
-    add("--fuse-qkv", action="store_true", help="ours with fused projections in forward passes")
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
-    add("--out", metavar="FILE", help="JSON (default: outputs/image_models.json, of Wan outputs/wan.json)")
-
-
-def run_bench_model(args: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from mhla_diffusion.evaluation.bench_model import chosen, default_out, run
-
-    if args.list:
-        print("\n".join(case.name for case in chosen(args.rows, args.model)))
-        return 0
-    out = args.out or default_out(args.rows, args.model)
-    run(
-        Path(out),
-        model=args.model,
-        rows=args.rows,
-        minutes=args.minutes,
-        device=args.device,
-        compile_mode=args.compile_mode,
-        fuse_qkv=args.fuse_qkv,
-        profile=args.profile,
-        seconds=args.seconds,
-    )
-    print(f"{out} written")
-    return 0
-
-
-def run_bench_op(args: argparse.Namespace) -> int:
-    if args.repeats < 1:
-        raise ValueError(f"--repeats {args.repeats}: give at least 1")
-
-    from pathlib import Path
-
-    from mhla_diffusion.evaluation.bench_operator import bench
-
-    out = Path(args.out or ("outputs/op_scaling.json" if args.scaling else "outputs/op.json"))
-    bench(
-        out=out,
-        rows=args.rows,
-        minutes=args.minutes,
-        repeats=args.repeats,
-        device=args.device,
-        quick=args.quick,
-        scaling=args.scaling,
-        parts=args.parts,
-    )
-    print(f"{out} written")
     return 0
 
 

@@ -88,10 +88,11 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def released(device: torch.device) -> None:
-    """Free what nothing holds any more, compiled code included."""
+def released(device: torch.device, *, keep_compiled: bool = False) -> None:
+    """Free what nothing holds any more, compiled code included unless it is to be kept."""
     gc.collect()
-    torch._dynamo.reset()
+    if not keep_compiled:
+        torch._dynamo.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
