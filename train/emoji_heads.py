@@ -100,12 +100,13 @@ def train(features: dict, sets: dict, texts: dict, seed: int, epochs: int) -> Em
     heads.mean.copy_(inputs.mean(0))
     heads.std.copy_(inputs.std(0).clamp_min(1e-3))
     optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-3, weight_decay=0.05)
-    steps = epochs * (len(inputs) // 256)
+    size = min(256, len(inputs))
+    steps = epochs * (len(inputs) // size)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, steps)
     for _ in range(epochs):
-        for batch in torch.randperm(len(inputs), generator=draw).split(256)[: len(inputs) // 256]:
+        for batch in torch.randperm(len(inputs), generator=draw).split(size)[: len(inputs) // size]:
             which = torch.randint(0, 2, (len(names),), generator=draw)
-            kept = torch.rand(256, 1280, generator=draw) > 0.2  # dropout on the features
+            kept = torch.rand(size, 1280, generator=draw) > 0.2  # dropout on the features
             image = heads.images(heads.mean + (inputs[batch] - heads.mean) * kept / 0.8)
             text = heads.texts(words[torch.arange(len(names)), which])
             loss = F.cross_entropy(SCALE * image @ text.T, target[batch], label_smoothing=0.05)

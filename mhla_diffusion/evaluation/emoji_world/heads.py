@@ -57,8 +57,8 @@ class EmojiHeads(nn.Module):
     def save(self, path: Path) -> None:
         """float16, with concepts and `about` in the file's header."""
         tensors = {name: value.half().contiguous() for name, value in self.state_dict().items()}
-        header = {"format": FORMAT, "concepts": json.dumps(self.concepts), "about": json.dumps(self.about)}
-        content = save(tensors, header)
+        # One entry: safetensors writes several in an order that changes from run to run, and with it the file's hash.
+        content = save(tensors, {FORMAT: json.dumps({"concepts": self.concepts, "about": self.about})})
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: file.write(content))
 
@@ -76,9 +76,9 @@ def load_heads(given: str | os.PathLike | None = None) -> tuple[EmojiHeads, dict
         with safe_open(found.path, "pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name).float() for name in file.keys()}
-        if header.get("format") != FORMAT:
-            raise ValueError(f"its format is {header.get('format')!r}")
-        heads = EmojiHeads(json.loads(header["concepts"]), json.loads(header["about"]))
+        if FORMAT not in header:
+            raise ValueError(f"its header has no {FORMAT!r}")
+        heads = EmojiHeads(**json.loads(header[FORMAT]))
         heads.load_state_dict(tensors)
     except Exception as error:  # safetensors and torch each raise their own
         raise ValueError(f"{found.path} holds no heads for emoji ({' '.join(str(error).split())})") from error
