@@ -18,7 +18,7 @@ from mhla_diffusion.pipelines.sana import MHLASanaPipeline
 from mhla_diffusion.pipelines.videos import save_video
 
 REQUIRED = (
-    "dit_imagenet256", "dit_imagenet512", "mjhq30k_sana", "vbench_standard", "vbench_custom", "emoji",
+    "dit_imagenet256", "dit_imagenet512", "mjhq30k_sana", "geneval", "vbench_standard", "vbench_custom", "emoji",
     "moving_emoji", "attention",
 )  # fmt: skip
 
