@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+VIDEO_KINDS = ("videos", "moving-emoji")  # of data
+
 
 def setting(default: Any, doc: str) -> Any:
     """A dataclass field with its documentation; a list, dict or class default is made anew for each recipe."""
@@ -130,15 +132,17 @@ class ModelConfig:
 class DataConfig:
     """[data]: pictures or videos, and captions."""
 
-    kind: Literal["folder", "emoji", "videos"] = setting(
-        "folder", "folder: own images; emoji: the emoji set; videos: own videos (and images), for Wan"
+    kind: Literal["folder", "emoji", "videos", "moving-emoji"] = setting(
+        "folder",
+        "folder: own images; emoji: the emoji set. For Wan, videos: own videos (and images); moving-emoji: clips made "
+        "of the emoji set",
     )
     path: str = setting("", "the folder of images or videos, or the emoji tar; required")
     size: int = setting(64, "side of the square, or with buckets the square root of the pixel budget")
     sizes: list[list[int]] = setting(
         [],
         "videos: buckets as [frames, height, width]. A video goes into the longest that it fills, and of these into "
-        "the nearest shape",
+        "the nearest shape. moving-emoji: sizes of the clips, such as [[17, 64, 64]]",
     )
     fps: float = setting(0.0, "videos: frames a second, picked from the file's own; 0: all of them")
     buckets: bool = setting(
@@ -154,7 +158,9 @@ class DataConfig:
     )
     label: Literal["subgroup", "group"] = setting("subgroup", "emoji, DiT: what the classes are")
     flip: bool = setting(False, "see every picture mirrored, too; not where captions say left or right")
-    split: str = setting("train", "emoji: which split")
+    split: str = setting("train", "emoji and moving-emoji: which split")
+    clips: int = setting(20000, "moving-emoji: how many clips of each size")
+    styles: list[str] = setting(["flat"], "moving-emoji: styles of the sprites")
     backgrounds: int = setting(4, "emoji: coloured backgrounds of each sprite, beside white")
     compositions: int = setting(20000, "emoji: composed scenes of 1 to 4 sprites; 0 for classes")
     tag_captions: bool = setting(True, "emoji: captions made of the keywords, too")

@@ -15,7 +15,7 @@ import torch
 from PIL import Image, ImageOps
 
 from .classes import emoji_labels
-from .config import DataConfig
+from .config import VIDEO_KINDS, DataConfig
 from .picture_files import check_path, list_pictures
 
 Captions = list[list[str]]  # per picture: one or several captions, one of which is drawn each time
@@ -60,17 +60,26 @@ def open_source(
     Raises:
         ValueError: no such path, no pictures, bad captions.jsonl (names the line), size not a multiple of the factor.
     """
-    if (config.kind == "videos") != (frame_factor is not None):
-        wanted = '"videos" with data.sizes' if frame_factor is not None else '"folder" or "emoji"'
+    if (config.kind in VIDEO_KINDS) != (frame_factor is not None):
+        wanted = (
+            '"videos" or "moving-emoji" with data.sizes'
+            if frame_factor is not None
+            else '"folder" or "emoji"'
+        )
         raise ValueError(
             f"recipe: data.kind = {config.kind!r} is not for a model of "
             f"{'pictures' if frame_factor is None else 'videos'}; write {wanted}"
         )
     if frame_factor is not None:
-        from .clips import open_videos
-
         check_path(config)
-        source = open_videos(config, latent_factor, frame_factor)
+        if config.kind == "moving-emoji":
+            from .moving_emoji import open_moving_emoji
+
+            source = open_moving_emoji(config, seed, latent_factor, frame_factor)
+        else:
+            from .clips import open_videos
+
+            source = open_videos(config, latent_factor, frame_factor)
         return mirrored(source) if config.flip else source
     if config.size % latent_factor:
         raise ValueError(

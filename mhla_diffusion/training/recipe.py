@@ -11,7 +11,7 @@ import types
 import typing
 from pathlib import Path
 
-from .config import Recipe
+from .config import VIDEO_KINDS, Recipe
 
 # Settings that may change between a checkpoint and its continuation without changing what is computed.
 NEUTRAL = (
@@ -180,7 +180,7 @@ def _check_ranges(recipe: Recipe) -> None:
     need(run.max_minutes >= 0, "run.max_minutes", run.max_minutes, "0 (no limit) or more")
     need(model.base != "", "model.base", model.base, "the path of a pipeline folder")
     need(data.path != "", "data.path", data.path, "the path of the images or videos")
-    videos = data.kind == "videos"
+    videos = data.kind in VIDEO_KINDS
     sized = all(len(size) == 3 and min(size) >= 1 for size in data.sizes) and bool(data.sizes) == videos
     need(
         sized,
@@ -188,7 +188,7 @@ def _check_ranges(recipe: Recipe) -> None:
         data.sizes,
         "one or more [frames, height, width], such as [[81, 480, 832]]"
         if videos
-        else 'only with data.kind = "videos"',
+        else 'only with data.kind = "videos" or "moving-emoji"',
     )
     need(data.fps >= 0, "data.fps", data.fps, "0 (as they are) or more frames a second")
     need(0 <= data.caption_dropout <= 1, "data.caption_dropout", data.caption_dropout, "0 to 1")
@@ -197,6 +197,7 @@ def _check_ranges(recipe: Recipe) -> None:
     length = data.max_sequence_length
     need(length >= 0, "data.max_sequence_length", length, "0 (the base pipeline's own) or more tokens")
     need(0 <= data.backgrounds, "data.backgrounds", data.backgrounds, "0 or more")
+    need(data.clips >= 1, "data.clips", data.clips, "1 or more")
     need(0 <= data.compositions, "data.compositions", data.compositions, "0 or more")
     need(data.encode_batch >= 1, "data.encode_batch", data.encode_batch, "1 or more")
     need(0 < optimizer.lr < math.inf, "optimizer.lr", optimizer.lr, "above 0")
