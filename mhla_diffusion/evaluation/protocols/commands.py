@@ -115,13 +115,16 @@ def run_file(args: argparse.Namespace) -> int:
         result, status = run(protocol, inputs, say=lambda text: print(f"mhla: {text}", file=sys.stderr))
     out.mkdir(parents=True, exist_ok=True)
     if protocol.samples.kind in ("pictures", "videos"):
-        write_grid(
-            args.samples,
-            out / "grid.png",
-            split=args.samples_split,
-            background=args.background or protocol.samples.background,
-        )
-        result["grid"] = "grid.png"
+        try:
+            write_grid(
+                args.samples,
+                out / "grid.png",
+                split=args.samples_split,
+                background=args.background or protocol.samples.background,
+            )
+            result["grid"] = "grid.png"
+        except ValueError as error:  # the numbers are there, and a grid is no part of them
+            result["warnings"].append(f"no grid.png: {error}")
     write_result(result, out / "result.json")
     write_markdown(result, out / "result.md")
     for line in as_lines(result):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from ...provenance import DISTRIBUTIONS, versions
 from ..faults import MissingWeights
+from .drawn import drawn_with
 from .running import check_samples
 from .schema import Part, Protocol
 from .scorers import Inputs, Lack, Scorer, check_protocol, lacks
@@ -35,6 +36,8 @@ def run(
     check_inputs(protocol, inputs)
     skipped = preflight(protocol, inputs)
     notes = check_samples(protocol, inputs)
+    drawn, more = drawn_with(inputs.samples, protocol.samples.kind, protocol.drawing)
+    notes += more
     if inputs.limit is not None:
         notes.append(f"only the first {inputs.limit} of each set: no result of the protocol")
     values, parts, faults = {}, {}, {}
@@ -65,7 +68,9 @@ def run(
         f"{name}.{lack.metric}" if lack.metric else name: lack.advice for name, lack in skipped.items()
     }
     seconds = time.perf_counter() - started
-    return result_of(protocol, inputs, values, parts, reasons, notes, seconds), FAILED if faults else 0
+    result = result_of(protocol, inputs, values, parts, reasons, notes, seconds)
+    result["settings"]["drawn"] = drawn
+    return result, FAILED if faults else 0
 
 
 def named_parts(protocol: Protocol) -> list[tuple[str, Part, Scorer]]:
@@ -139,6 +144,7 @@ def result_of(
     notes: list[str],
     seconds: float,
 ) -> dict:
+    devices = [part["environment"]["device"] for part in parts.values() if "environment" in part]
     return {
         "schema_version": SCHEMA,
         "protocol": protocol.protocol,
@@ -170,7 +176,7 @@ def result_of(
             "mixed_sizes": inputs.mixed_sizes,
         },
         "environment": {
-            "device": inputs.device,
+            "device": next(iter(devices), inputs.device),
             "versions": versions((*DISTRIBUTIONS, "torchmetrics", "open_clip_torch")),
             "date": datetime.date.today().isoformat(),
         },

@@ -14,6 +14,7 @@ from mhla_diffusion.cli import main
 from mhla_diffusion.evaluation.protocols.files import known_protocols, load_protocol
 from mhla_diffusion.evaluation.protocols.scorers import check_protocol, scorers
 from mhla_diffusion.models.sana import MHLASanaTransformer2DModel
+from mhla_diffusion.pipelines.pictures import save_picture
 from mhla_diffusion.pipelines.sana import MHLASanaPipeline
 from mhla_diffusion.pipelines.videos import save_video
 
@@ -272,6 +273,46 @@ def test_videos_and_the_results_of_vbench(tmp_path, capsys):
     plan["videos"].pop()
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     assert main([*common, check, "--plan", str(tmp_path / "plan.json")]) == 0
+
+
+def test_a_result_says_with_what_the_samples_were_drawn(folders, capsys):
+    for index, path in enumerate(sorted((folders / "samples").iterdir())):
+        settings = {
+            "seed": index,
+            "steps": 20,
+            "guidance": 4.0,
+            "pipeline_sha256": "a",
+            "versions": {"torch": "2"},
+        }
+        save_picture(Image.open(path).convert("RGB"), path, settings)
+    file = protocol(folders, SMOKE + "drawing: {steps: 20, guidance: 1.5}\n")
+    assert run(file, folders) == 0
+    drawn = result(folders)["settings"]["drawn"]
+    assert drawn["steps"] == 20 and drawn["versions"] == {"torch": "2"} and drawn["known"] == 8
+    assert drawn["seeds"] == {"first": 0, "last": 7, "different": 8}
+    assert "drawn with guidance 4.0, the protocol says 1.5" in capsys.readouterr().err
+    first = folders / "samples" / "0.png"
+    save_picture(Image.open(first).convert("RGB"), first, {"steps": 8, "guidance": 1.5})
+    assert run(file, folders) == 0
+    assert "several values of steps: 8, 20" in capsys.readouterr().err
+
+
+def test_no_video_of_the_plan_is_there(tmp_path, capsys):
+    (tmp_path / "samples").mkdir()
+    plan = {"schema_version": 1, "warnings": [], "settings": {}, "videos": [{"file": "a whale-0.mp4"}]}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    common = [
+        "eval",
+        "run",
+        "--samples",
+        str(tmp_path / "samples"),
+        "--out",
+        str(tmp_path / "out"),
+        "--protocol",
+    ]
+    check = protocol(tmp_path, "samples: {kind: videos}\nparts:\n- {scorer: vbench_check}\n")
+    assert main([*common, check, "--plan", str(tmp_path / "plan.json")]) == 2
+    assert "0 of 1 expected videos found; first missing: 'a whale-0.mp4'" in capsys.readouterr().err
 
 
 def test_attention_of_a_pipeline(tmp_path, capsys):
