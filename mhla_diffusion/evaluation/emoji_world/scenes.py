@@ -109,15 +109,19 @@ def name_objects(
 
 
 def judge_scene(
-    scene: Scene, background: Background, detections: Sequence[Detection], size: tuple[int, int]
+    scene: Scene,
+    background: Background,
+    detections: Sequence[Detection],
+    size: tuple[int, int],
+    count: int | None = None,
 ) -> SceneVerdict:
-    """The verdict on a picture of (width, height)."""
+    """The verdict on a picture of (width, height). `count`: objects in it, if the detections are not one for each."""
     right, reasons = judge(detections, scene.include, scene.exclude)
     reasons = list(reasons)
     colour = None if scene.background is None else scene.background == background.name
     if scene.tag == "colors" and not colour:
         reasons.append(f"expected a {scene.background} background, found {background.name}")
-    count = len(detections) == scene.objects
+    counted = (len(detections) if count is None else count) == scene.objects
     place = None
     if scene.place is not None:
         seen = [place_of(each.box, size) for each in detections]
@@ -125,4 +129,4 @@ def judge_scene(
         named = [place_of(each.box, size) for each in detections if each.name == scene.names[0]]
         if scene.place not in named:
             reasons.append(f"expected {scene.names[0]} {scene.place}, found {', '.join(named) or 'none'}")
-    return SceneVerdict(not reasons, tuple(reasons), colour, count, place)
+    return SceneVerdict(not reasons, tuple(reasons), colour, counted, place)

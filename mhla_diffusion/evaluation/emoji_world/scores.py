@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from ..image_scores import SCHEMA
 from ..picture_sets import PictureSet
 from ..text_image.prompts import Prompts
 from .naming import NEAREST, Namer, object_crops, whole_crop
-from .reading import background_of, objects_of
+from .reading import background_of, objects_of, union
 from .scenes import TASKS, Scene, SceneVerdict, judge_scene, name_objects
 
 
@@ -95,10 +96,13 @@ def score_scenes(
             scene = asked[len(verdicts)]
             background = background_of(picture)
             boxes = objects_of(picture, background)
+            count = len(boxes)
+            if scene.objects == 1 and count > 1:  # one drawing may be all of them together
+                boxes = [*boxes, functools.reduce(union, boxes)]
             ranked = namer.nearest(object_crops(picture, boxes, background))
             detections = name_objects(boxes, ranked, scene.names)
             size = (picture.shape[2], picture.shape[1])
-            verdicts.append((scene, judge_scene(scene, background, detections, size)))
+            verdicts.append((scene, judge_scene(scene, background, detections, size, count)))
             progress(1)
     rows = [(scene.tag, scene.prompt, verdict.correct) for scene, verdict in verdicts]
     scores = task_scores(rows)

@@ -174,6 +174,7 @@ def sha256_of(path: Path) -> str:
 
 
 def about_weights(role: str, found: Found) -> dict[str, str]:
-    """What results store: role, path (of a package's file the name only, the rest is this machine's), sha256."""
-    path = found.path.name if found.why.startswith("package ") else str(found.path)
+    """What results store: role, path (of what a package or the checkout holds the name only), sha256."""
+    own = found.why == "checkout" or found.why.startswith("package ")
+    path = found.path.name if own else str(found.path)
     return {"role": role, "path": path, "found_by": found.why, "sha256": sha256_of(found.path)}
