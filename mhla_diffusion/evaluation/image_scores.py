@@ -351,6 +351,8 @@ def as_lines(result: dict) -> list[str]:
         spread = f" +- {row['std']:.4g}" if "std" in row else ""
         if metric == "nearest":
             spread = f", between references {row['reference_median']:.6g}"
+        if "chance" in row:
+            spread += f", by guessing {row['chance']:.2g}"
         lines.append(
             f"{titles.get(metric, metric):12} {row['value']:.6g}{spread}  ({result['protocol']}, n={row['n']})"
         )

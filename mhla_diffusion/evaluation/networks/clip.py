@@ -98,6 +98,7 @@ def open_clip_model(
         build |= {"force_preprocess_cfg": {key: tag[key] for key in PREPARATION if key in tag}} if tag else {}
         title = tag["name"] if tag else "random" if found is None else found.path.name
         title = f"{name.removesuffix('-quickgelu')} {title}"
+    check_offline(name, config)
     stated = bool(config.get("quick_gelu", False))
     chosen = activation(stated, known, quick_gelu, found is not None, notes)
     try:
@@ -137,6 +138,8 @@ def open_clip_model(
             "activation": "QuickGELU" if chosen else "GELU",
             "activation_known_from": "the weights" if known is not None else "the model's name only",
             "resize": f"{settings['interpolation']}, {settings['resize_mode']} side to {settings['size']}",
+            "image_size": settings["size"],
+            "width": config["embed_dim"],
             "logit_scale": float(network.logit_scale.detach().exp()),
             "context": tokenizer.context_length,
         },
@@ -146,26 +149,48 @@ def open_clip_model(
 
 
 def tag_of(open_clip, name: str, pretrained: str | None, sha256: str, notes: list[str]) -> dict | None:
-    """open_clip's entry for the weights: by the name given, else by the file's hash. Raises for an unknown name."""
+    """open_clip's entry for the weights: by the file's hash, else by the name given; a name alone is noted.
+
+    Raises ValueError for a name that open_clip does not know, and for a file that is known to hold something else.
+    """
     plain = name.removesuffix("-quickgelu")
+    found = None
     if pretrained is not None:
-        found = open_clip.get_pretrained_cfg(plain, pretrained) or open_clip.get_pretrained_cfg(
-            name, pretrained
-        )
+        for model in (plain, name):
+            found = found or open_clip.get_pretrained_cfg(model, pretrained)
         if not found:
             tags = ", ".join(open_clip.list_pretrained_tags_by_model(plain)) or "none"
             raise ValueError(f"open_clip knows no weights {pretrained!r} of {name}: it knows {tags}")
-        return found | {"name": pretrained, "quick_gelu": found.get("quick_gelu", False)}
-    if not sha256:
-        return None
-    for model, tag in open_clip.list_pretrained():
+    for model, tag in open_clip.list_pretrained() if sha256 else ():
         entry = open_clip.get_pretrained_cfg(model, tag)
         url = entry.get("url", "")
         if f"/{sha256}/" in url or f"-{sha256[:8]}." in url:
-            if model.removesuffix("-quickgelu") != plain:
-                raise ValueError(f"the file holds {tag} of {model}, not {name}: give --clip-model {model}")
+            if model.removesuffix("-quickgelu") != plain or tag != (pretrained or tag):
+                wanted = f"{name} {pretrained}" if pretrained else name
+                raise ValueError(
+                    f"the file holds {tag} of {model}, not {wanted}: give --clip-model {model} --clip-pretrained {tag}"
+                )
             return entry | {"name": tag, "quick_gelu": entry.get("quick_gelu", False)}
-    return None
+    if found is None:
+        return None
+    if sha256:
+        notes.append(
+            f"the file's hash is not in open_clip's list: that it holds {pretrained} is taken on trust"
+        )
+    return found | {"name": pretrained, "quick_gelu": found.get("quick_gelu", False)}
+
+
+def check_offline(name: str, config: dict) -> None:
+    """Refuse architectures whose parts open_clip would fetch from the hub."""
+    text = config.get("text_cfg", {})
+    local = name.startswith("local-dir:")  # whose tokenizer lies in the folder
+    if text.get("hf_model_name") or (
+        not local and (text.get("hf_tokenizer_name") or "siglip" in name.lower())
+    ):
+        raise ValueError(
+            f"{name} takes its text encoder or tokenizer from the hub, and nothing is downloaded here: give a folder "
+            "in transformers' layout, or another model"
+        )
 
 
 def activation(stated: bool, known: bool | None, asked: bool | None, trained: bool, notes: list[str]) -> bool:
@@ -264,6 +289,8 @@ def transformers_clip(found: Found, device: torch.device) -> ImageTextModel:
             .replace("gelu", "GELU"),
             "activation_known_from": "the weights",
             "resize": f"bicubic, shortest side to {side}",
+            "image_size": side,
+            "width": config.projection_dim,
             "logit_scale": float(network.logit_scale.detach().exp()),
             "context": context,
         },

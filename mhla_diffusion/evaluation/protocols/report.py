@@ -43,7 +43,8 @@ def as_markdown(result: dict) -> list[str]:
 
 def number(row: dict) -> str:
     spread = f" ± {row['std']:.3g}" if "std" in row else ""
-    return f"{row['value']:.6g}{spread}"
+    guess = f" (by guessing {row['chance']:.2g})" if "chance" in row else ""
+    return f"{row['value']:.6g}{spread}{guess}"
 
 
 def as_lines(result: dict) -> list[str]:

@@ -16,6 +16,22 @@ from ..picture_sets import PictureSet
 from .prompts import Prompts
 from .protocols import TextImageProtocol
 
+# Of OpenAI's ViT-L/14, which published scores of the keyed protocol are of.
+PUBLISHED = {"width": 768, "image_size": 224, "activation": "QuickGELU"}
+
+
+def unlike_published(protocol: TextImageProtocol, about: dict) -> list[str]:
+    """A warning when the model cannot be the one that the protocol is of."""
+    size = about["image_size"]
+    found = about | {"image_size": size[0] if isinstance(size, list | tuple) else size}
+    unlike = [name for name, value in PUBLISHED.items() if found[name] != value]
+    if not unlike:
+        return []
+    words = ", ".join(f"{name} {found[name]}" for name in unlike)
+    return [
+        f"{protocol.name} is of OpenAI's {protocol.model}, this model has {words}: not comparable with its numbers"
+    ]
+
 
 def score_captions(
     samples: PictureSet,
@@ -37,6 +53,8 @@ def score_captions(
         notes.append(
             f"{len(samples)} pictures, {protocol.name} has {protocol.count}: not comparable with published numbers"
         )
+    if protocol.pretrained:
+        notes += unlike_published(protocol, model.about)
     started, done, cut, found = time.perf_counter(), 0, 0, []
     for batch in samples.batches(batch_size, workers=workers):
         texts = model.encode_texts(prompts.texts[done : done + len(batch)], long_prompts)

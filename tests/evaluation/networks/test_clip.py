@@ -135,10 +135,10 @@ def test_the_activation_follows_the_weights_and_a_mismatch_warns(monkeypatch, fi
     monkeypatch.setitem(open_clip.pretrained._PRETRAINED, "ViT-tiny", {"openai": known})
     file = file_of_weights / "tiny.safetensors"
     named = clip_model(file, model="ViT-tiny", pretrained="openai", device="cpu")
-    assert named.about["activation"] == "QuickGELU" and not named.notes
+    assert named.about["activation"] == "QuickGELU" and "taken on trust" in named.notes[0]
     assert named.about["network"] == "CLIP ViT-tiny openai"
     wrong = clip_model(file, model="ViT-tiny", pretrained="openai", quick_gelu=False, device="cpu")
-    assert wrong.about["activation"] == "GELU" and "scores are quietly wrong" in wrong.notes[0]
+    assert wrong.about["activation"] == "GELU" and "scores are quietly wrong" in wrong.notes[1]
     # Without a name the file's hash is looked up.
     sha256 = named.about["weights"]["sha256"]
     known["url"] = f"https://example.org/tiny-{sha256[:8]}.pt"
@@ -155,6 +155,13 @@ def test_the_activation_follows_the_weights_and_a_mismatch_warns(monkeypatch, fi
     known["url"] = f"https://example.org/tiny-{sha256[:8]}.pt"
     with pytest.raises(ValueError, match="give --clip-model ViT-tiny"):
         clip_model(file, model="ViT-B-32", device="cpu")
+    sure = clip_model(file, model="ViT-tiny", pretrained="openai", device="cpu")
+    assert not sure.notes and not found.notes
+    monkeypatch.setitem(
+        open_clip.pretrained._PRETRAINED["ViT-tiny"], "laion400m", {"url": "", "quick_gelu": False}
+    )
+    with pytest.raises(ValueError, match="the file holds openai of ViT-tiny, not ViT-tiny laion400m"):
+        clip_model(file, model="ViT-tiny", pretrained="laion400m", device="cpu")
     with pytest.raises(ValueError, match="it knows openai"):
         clip_model(file, model="ViT-tiny", pretrained="laion", device="cpu")
 
@@ -177,6 +184,12 @@ def test_random_weights_only_when_asked_for(monkeypatch, tmp_path, file_of_weigh
     (empty / "open_clip_config.json").write_text(json.dumps({"model_cfg": tiny_clip.CONFIG}))
     with pytest.raises(MissingWeights):
         clip_model(empty, device="cpu")
+
+
+def test_nothing_is_taken_from_the_hub(file_of_weights):
+    for name in ("xlm-roberta-base-ViT-B-32", "ViT-B-16-SigLIP"):
+        with pytest.raises(ValueError, match="nothing is downloaded here"):
+            clip_model(file_of_weights / "tiny.safetensors", model=name, device="cpu")
 
 
 def test_what_does_not_fit_is_refused(file_of_weights, tmp_path, folders):

@@ -61,7 +61,9 @@ def test_mjhq_says_when_it_is_not_the_whole_set(place, capsys, monkeypatch):
         tiny_clip.open_clip_folder(folder, tiny_clip.open_clip_network())
     monkeypatch.setenv("MHLA_WEIGHTS", str(place / "weights"))
     assert main(words(place, "mjhq30k_clip")) == 0
-    assert "3 pictures, mjhq30k_clip has 30000: not comparable" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "3 pictures, mjhq30k_clip has 30000: not comparable" in err
+    assert "is of OpenAI's ViT-L-14, this model has width 16, image_size 32: not comparable" in err
 
 
 @pytest.mark.parametrize(
