@@ -187,6 +187,8 @@ TWO_PROCESSES = """
 import sys, torch, torch.distributed as dist
 sys.path.insert(0, {folder!r})
 from test_accumulators import everything, gathered, pictures
+from mhla_diffusion.evaluation.metrics.accumulators import ClipScore
+from mhla_diffusion.evaluation.metrics.clip_score import cosines, estimate
 from mhla_diffusion.evaluation.networks.extractors import random_network
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://{meeting}", rank=rank, world_size=2)
@@ -201,11 +203,20 @@ for side, is_real in ((real, True), (fake, False)):
         for chunk in part.split(6):
             metrics.update(chunk, real=is_real)
 found = metrics.compute()
+draw = torch.Generator().manual_seed(5)
+images, texts = torch.randn(9, 4, generator=draw), torch.randn(9, 4, generator=draw)
+captions = ClipScore()
+if rank == 0:
+    captions.update(images[:5], texts[:5])
+captions.update(images[5 + rank :: 2], texts[5 + rank :: 2])
+clip = captions.compute()
 dist.destroy_process_group()
 if rank == 0:
     whole = gathered(extractor, real, torch.cat([fake[0::2], fake[1::2]]), 50)
     for name in whole:
         torch.testing.assert_close(found[name], whole[name], rtol=1e-9, atol=1e-12, msg=name)
+    torch.testing.assert_close(clip.score, estimate(cosines(images, texts)).score, rtol=1e-12, atol=0)
+    assert clip.count == 9
     print("equal")
 """
 

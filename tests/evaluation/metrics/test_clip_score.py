@@ -38,16 +38,6 @@ def test_the_metric_is_the_function_for_any_batches(batch):
         metric.compute()
 
 
-def test_two_processes_give_what_one_gives():
-    images, texts = pairs()
-    parts = [ClipScore(), ClipScore()]
-    for rank, metric in enumerate(parts):
-        metric.update(images[rank::2], texts[rank::2])
-    gathered = torch.cat([torch.cat(metric.cosines) for metric in parts])
-    whole = estimate(cosines(images, texts))
-    assert float(estimate(gathered).score) == pytest.approx(float(whole.score), rel=1e-12)
-
-
 def test_what_does_not_pair_is_refused():
     images, texts = pairs()
     with pytest.raises(ReferenceMismatch, match="one caption for each picture"):
