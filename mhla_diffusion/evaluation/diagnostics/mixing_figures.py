@@ -131,9 +131,9 @@ def sheet(
     columns = min(columns, len(pictures))
     font = ImageFont.load_default(size=12)
     width, height = (max(getattr(p, name) for p in pictures) for name in ("width", "height"))
-    step = (max(width, 200) + 12, height + 24)
+    step = (max(width, 200) + 36, height + 36)  # wider apart than the maps of one picture
     whole = Image.new(
-        "RGB", (columns * step[0] + 12, math.ceil(len(pictures) / columns) * step[1] + 12), "white"
+        "RGB", (columns * step[0] - 12, math.ceil(len(pictures) / columns) * step[1] + 12), "white"
     )
     draw = ImageDraw.Draw(whole)
     for index, (picture, caption) in enumerate(zip(pictures, captions, strict=True)):

@@ -8,7 +8,9 @@ from ..faults import InsufficientSamples, ReferenceMismatch
 from ..image_protocols import PROTOCOLS
 from ..text_image.protocols import TEXT_IMAGE_PROTOCOLS
 from .schema import Part, Protocol, Unreadable
-from .scorers import VBENCH_TOTALS, Inputs, optional
+from .scorers import VBENCH_TOTALS, Inputs, listed, optional
+
+OF_STATISTICS = ("fd", "sfd", "inception_score")  # what a mean and a covariance suffice for
 
 
 def open_samples(protocol: Protocol, inputs: Inputs):
@@ -79,13 +81,23 @@ def run_distances(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
         )
     if protocol.reference.kind == "pictures" and pictures is None:
         raise ReferenceMismatch(f"{path} holds statistics only, {protocol.protocol} asks for pictures")
-    way = PROTOCOLS[part.scorer]
-    return score(
+    way, wanted, notes = PROTOCOLS[part.scorer], part.metrics, []
+    if pictures is None:
+        lost = [name for name in wanted or () if name not in OF_STATISTICS]
+        if lost and not inputs.skip_missing:
+            raise ReferenceMismatch(
+                f"{', '.join(lost)} need the reference's pictures, {path} holds statistics only: give pictures "
+                "(ADM's file has some), or leave them out with --skip-missing"
+            )
+        if lost:
+            wanted = tuple(name for name in wanted if name in OF_STATISTICS)
+            notes = [f"{', '.join(lost)} are left out: the reference holds statistics only"]
+    found = score(
         open_samples(protocol, inputs),
         statistics or pictures,
         way,
         reference_pictures=pictures,
-        metrics=part.metrics,
+        metrics=wanted,
         weights={role: path for role, path in inputs.weights.items() if role in way.roles},
         device=inputs.device,
         batch_size=inputs.batch_size,
@@ -94,6 +106,8 @@ def run_distances(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
         skip_missing=inputs.skip_missing,
         progress=inputs.progress,
     )
+    found["warnings"] = notes + found["warnings"]
+    return found
 
 
 def run_captions(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
@@ -159,8 +173,10 @@ def run_video_check(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
         made, about = read_plan(inputs.plan), {"path": inputs.plan, "sha256": sha256_of(Path(inputs.plan))}
     else:
         records, about = read_records(inputs.weights.get("vbench-prompts"))
-        made = plan(records, about, dimensions=tuple(options.get("dimensions", ())))
-    size = options.get("size")
+        made = plan(records, about, dimensions=listed(options, "dimensions", str) or ())
+    size = listed(options, "size", int)
+    if size and len(size) != 2:
+        raise Unreadable(f"option size is {size}: give [width, height]")
     report = check_videos(
         Path(inputs.samples).expanduser(),
         made,
@@ -213,9 +229,7 @@ def run_attention(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     from ..diagnostics.study import Options
 
     options = part.options
-    prompts = options.get("prompts")
-    if prompts is not None and not (isinstance(prompts, list) and all(isinstance(p, str) for p in prompts)):
-        raise Unreadable(f"option prompts is {prompts!r}: give a list of texts")
+    prompts, at = listed(options, "prompts", str), listed(options, "at", int)
     how = optional(options, int, entropy_rows="entropy_rows", exact_limit="exact_limit")
     how |= optional(options, float, threshold="threshold") | optional(options, bool, one_block="one_block")
     folder = find_pipeline(inputs.samples)
@@ -226,7 +240,7 @@ def run_attention(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
         prompts=prompts,
         seed=inputs.seed,
         sizes=optional(options, int, steps="steps"),
-        at=options.get("at"),
+        at=at,
         options=Options(**how, seed=inputs.seed),
         device=inputs.device,
     )

@@ -195,6 +195,19 @@ def lacks(part: Part, scorer: Scorer, weights: dict[str, str]) -> Iterator[Lack]
             yield Lack(scorer.name, f"package {module}", f"{module} is not installed: {advice}")
 
 
+def listed(options: dict[str, Any], name: str, kind: type) -> list | None:
+    """An option that is a list of texts or whole numbers; None where it is not given. Raises Unreadable."""
+    value = options.get(name)
+    fits = isinstance(value, list) and all(
+        isinstance(each, kind) and not isinstance(each, bool) for each in value
+    )
+    if value is not None and not (fits and value):
+        raise Unreadable(
+            f"option {name} is {value!r}: give a list of {'texts' if kind is str else 'whole numbers'}"
+        )
+    return value
+
+
 def optional(options: dict[str, Any], kind: type, **names: str) -> dict[str, Any]:
     """Options of a part under the names of arguments. Raises Unreadable for another type."""
     found = {}

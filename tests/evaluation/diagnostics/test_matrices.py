@@ -192,3 +192,21 @@ def test_what_is_not_finite_is_refused():
         spectrum(matrix)
     with pytest.raises(ValueError, match="at least 2"):
         row_entropy(matrix, max_rows=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_the_figures_are_the_same_on_a_gpu(name):
+    matrix, _ = CASES[name]
+    if isinstance(matrix, SoftmaxMatrix):
+        there = SoftmaxMatrix(matrix.q.cuda(), matrix.k.cuda(), 1.0)
+    else:
+        parts = (matrix.q, matrix.k, matrix.mixing, matrix.table, torch.ones(matrix.tokens))
+        there = MixedMatrix(*(part.cuda() for part in parts))
+    for options in ({}, {"exact_limit": 1, "probes": 8, "steps": 20}):
+        ours, theirs = spectrum(matrix, **options), spectrum(there, **options)
+        assert theirs.effective_rank == pytest.approx(ours.effective_rank, rel=1e-6)
+        assert theirs.rank == pytest.approx(ours.rank, rel=1e-6)
+    assert row_entropy(there, max_rows=20).mean == pytest.approx(
+        row_entropy(matrix, max_rows=20).mean, rel=1e-9
+    )

@@ -171,6 +171,34 @@ def test_mistakes_are_named(folders, capsys, text, arguments, message):
     assert message in capsys.readouterr().err and not (folders / "out").exists()
 
 
+def test_a_reference_of_statistics_has_no_precision(folders, capsys):
+    statistics = folders / "real.npz"
+    assert (
+        main(
+            [
+                "eval",
+                "stats",
+                str(folders / "real"),
+                str(statistics),
+                "--protocol",
+                "smoke",
+                "--device",
+                "cpu",
+            ]
+        )
+        == 0
+    )
+    file = protocol(folders, PICTURES + "parts:\n- {scorer: smoke, metrics: [fd, precision]}\n")
+    assert run(file, folders, "--reference", statistics) == 2
+    assert "precision need the reference's pictures" in capsys.readouterr().err
+    assert run(file, folders, "--reference", statistics, "--skip-missing") == 0
+    found = result(folders)
+    assert list(found["values"]) == ["fd"] and "precision are left out" in " ".join(found["warnings"])
+    pictures = protocol(folders, SMOKE.replace("either", "pictures"))
+    assert run(pictures, folders, "--reference", statistics) == 2
+    assert "asks for pictures" in capsys.readouterr().err
+
+
 def test_what_was_not_given_is_asked_for(folders, capsys):
     assert main(["eval", "run", "--protocol", protocol(folders, SMOKE), "--samples", "x"]) == 2
     assert "smoke needs real pictures or their statistics: give --reference" in capsys.readouterr().err
@@ -337,5 +365,11 @@ def test_attention_of_a_pipeline(tmp_path, capsys):
     assert values["mhla.rank"]["n"] == values["one_block.rank"]["n"] == 4
     assert values["one_block.rank"]["value"] <= 8 < values["mhla.rank"]["value"]
     assert (tmp_path / "out" / "attention_mixing.png").is_file()
-    assert main([*common, protocol(tmp_path, text.replace("[a red apple]", "apple"))]) == 2
-    assert "give a list of texts" in capsys.readouterr().err
+    for old, new, message in (
+        ("[a red apple]", "apple", "option prompts is 'apple': give a list of texts"),
+        ("at: [1]", "at: [one]", "option at is ['one']: give a list of whole numbers"),
+        ("steps: 2", "steps: two", "option steps is 'two': give a whole number"),
+        ("one_block: true", "one_block: 1", "option one_block is 1: give bool"),
+    ):
+        assert main([*common, protocol(tmp_path, text.replace(old, new))]) == 2
+        assert message in capsys.readouterr().err
