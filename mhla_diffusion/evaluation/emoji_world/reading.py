@@ -30,7 +30,7 @@ BORDER_WEIGHT = 4.0  # of a pixel in the outer sixteenth, when the background is
 SMALLEST = 1 / 256  # share of the picture below which a spot is no object
 HALF = 0.52  # an object of a scene with several is at most about this wide; parts within it belong together
 WIDE = 0.56  # from this width on a region may be several objects that touch
-VALLEY = 0.15  # it is cut where its profile falls below this share of its height on both sides
+VALLEY = 0.4  # it is cut where its profile falls below this share of its height on both sides
 
 
 class Background(NamedTuple):

@@ -25,6 +25,7 @@ PLACES = {  # name -> third of the picture (column, row) that the object's middl
     "on the right": (2, 1),
     "in the middle": (1, 1),
 }
+WHOLE = ("single_object", "colors")  # tasks of one drawing that fills the picture; its parts are not counted
 EDGES = (3 / 8, 5 / 8)  # of those thirds; objects stand at a quarter, a half or three quarters
 
 
@@ -49,10 +50,14 @@ class Scene:
 
 
 class SceneVerdict(NamedTuple):
-    """`correct` takes all that the task asks; the others are read from pixels alone, None where nothing is asked."""
+    """`correct` takes all that the task asks, `found` is the share of asked objects that are there.
+
+    The others are read from pixels alone, None where nothing is asked.
+    """
 
     correct: bool
     reasons: tuple[str, ...]
+    found: float
     background: bool | None
     count: bool | None
     place: bool | None
@@ -121,7 +126,9 @@ def judge_scene(
     colour = None if scene.background is None else scene.background == background.name
     if scene.tag == "colors" and not colour:
         reasons.append(f"expected a {scene.background} background, found {background.name}")
-    counted = (len(detections) if count is None else count) == scene.objects
+    counted = None
+    if scene.tag not in WHOLE:
+        counted = (len(detections) if count is None else count) == scene.objects
     place = None
     if scene.place is not None:
         seen = [place_of(each.box, size) for each in detections]
@@ -129,4 +136,6 @@ def judge_scene(
         named = [place_of(each.box, size) for each in detections if each.name == scene.names[0]]
         if scene.place not in named:
             reasons.append(f"expected {scene.names[0]} {scene.place}, found {', '.join(named) or 'none'}")
-    return SceneVerdict(not reasons, tuple(reasons), colour, counted, place)
+    names = [each.name for each in detections]
+    there = sum(min(names.count(each["class"]), each["count"]) for each in scene.include)
+    return SceneVerdict(not reasons, tuple(reasons), there / scene.objects, colour, counted, place)

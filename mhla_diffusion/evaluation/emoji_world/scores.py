@@ -120,6 +120,9 @@ def score_scenes(
             values[task] = row(
                 each.value, each.pictures, prompts=each.prompts, prompts_right=each.prompts_right
             )
+    values["objects_found"] = row(
+        sum(verdict.found for _, verdict in verdicts) / len(verdicts), len(verdicts)
+    )
     for name, title in (
         ("background", "pixels_background"),
         ("count", "pixels_count"),

@@ -59,7 +59,14 @@ TEXT_IMAGE_PROTOCOLS = {
         TextImageProtocol(
             "emoji_scenes",
             "GenEval's rules on emoji: objects, number, background colour, place, read from the picture; offline",
-            ("emoji_geneval", *SCENE_TASKS, "pixels_background", "pixels_count", "pixels_place"),
+            (
+                "emoji_geneval",
+                *SCENE_TASKS,
+                "objects_found",
+                "pixels_background",
+                "pixels_count",
+                "pixels_place",
+            ),
             ("efficientnet-lite0", "emoji-heads"),
             kind="scenes",
         ),

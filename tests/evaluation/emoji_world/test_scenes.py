@@ -39,7 +39,7 @@ def test_counting_takes_the_exact_number():
     two = judge_scene(scene, GREEN, seen(("left", "cup"), ("right", "cup")), SIZE)
     assert two.correct and two.count and two.background and two.place is None
     one = judge_scene(scene, GREEN, seen(("left", "cup")), SIZE)
-    assert not one.correct and not one.count
+    assert not one.correct and not one.count and (two.found, one.found) == (1, 0.5)
     three = judge_scene(scene, GREEN, seen(("left", "cup"), ("right", "cup"), ("corner", "cup")), SIZE)
     assert not three.correct and "expected cup<3" in three.reasons[0]
     other = judge_scene(scene, GREEN, seen(("left", "cup"), ("right", "dog")), SIZE)
@@ -50,7 +50,8 @@ def test_the_background_counts_in_its_own_task_only():
     asked = [{"class": "cup", "count": 1}]
     red = Background("red", (220, 60, 60), 0.7)
     colors = Scene("p", "colors", asked, background="green")
-    assert judge_scene(colors, GREEN, seen(("left", "cup")), SIZE).correct
+    right = judge_scene(colors, GREEN, seen(("left", "cup")), SIZE)
+    assert right.correct and right.count is None
     wrong = judge_scene(colors, red, seen(("left", "cup")), SIZE)
     assert not wrong.correct and wrong.reasons == ("expected a green background, found red",)
     other = judge_scene(Scene("p", "two_object", asked, background="green"), red, seen(("left", "cup")), SIZE)
