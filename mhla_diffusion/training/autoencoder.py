@@ -1,22 +1,25 @@
-"""Train a small AutoencoderDC on sprites: the latent space in which the toy pipelines diffuse.
+"""Train a small autoencoder on the emoji set: the latent space in which the toy pipelines diffuse.
 
-The architecture is Diffusers' deep-compression autoencoder (DC-AE, arXiv 2410.10733) at toy size. It has no KL term, so
-two mild pressures keep its latents easy to diffuse: noise of a fixed size is added to the latent before decoding, which
-makes nearby latents decode alike, and a small L2 penalty stops the encoder from escaping that noise by growing.
+Here is what all of them share, and the one for pictures, Diffusers' deep-compression autoencoder (DC-AE, arXiv
+2410.10733) at toy size; the one for clips is in `video_autoencoder.py`. There is no KL term, so two mild pressures keep
+latents easy to diffuse: noise of a fixed size is added to the latent before decoding, which makes nearby latents decode
+alike, and a small L2 penalty stops the encoder from escaping that noise by growing.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderDC
 from diffusers.training_utils import EMAModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from .recipe import read_table
 
@@ -27,7 +30,10 @@ class AutoencoderRecipe:
 
     data: str  # sprite file written by train/build_emoji.py
     out: str  # folder that receives config.json and the weights (EMA), in Diffusers' layout
-    model: dict = field(default_factory=dict)  # AutoencoderDC arguments
+    kind: Literal["pictures", "clips"] = "pictures"  # pictures: an AutoencoderDC; clips: an AutoencoderKLWan
+    model: dict = field(default_factory=dict)  # arguments of that class
+    size: list[int] = field(default_factory=lambda: [17, 64, 64])  # clips: frames, height, width
+    styles: list[str] = field(default_factory=lambda: ["flat"])  # clips: of the sprites
     steps: int = 20000
     batch_size: int = 256
     lr: float = 1e-3
@@ -89,9 +95,9 @@ def on_white(rgba: Tensor) -> Tensor:
 
 
 def reconstruction_loss(output: Tensor, target: Tensor, recipe: AutoencoderRecipe) -> Tensor:
-    """Squared, absolute and edge error, each a mean over everything, in fp32."""
+    """Squared, absolute and edge error (of clips also between frames), each a mean over everything, in fp32."""
     output, target = output.float(), target.float()
-    edges = sum(((output - target).diff(dim=d)).abs().mean() for d in (2, 3))
+    edges = sum((output - target).diff(dim=d).abs().mean() for d in range(2, output.ndim))
     return (
         F.mse_loss(output, target) + recipe.l1_weight * F.l1_loss(output, target) + recipe.edge_weight * edges
     )
@@ -119,20 +125,24 @@ def latent_std(autoencoder: AutoencoderDC, images: Tensor, batch_size: int = 256
     return torch.cat(parts).std().item()
 
 
-def train_autoencoder(recipe: AutoencoderRecipe, sprites: Tensor, validation: Tensor, device: str) -> dict:
-    """Train, keep the EMA weights, set ``scaling_factor``, save; returns and writes the figures.
+def fit(
+    recipe: AutoencoderRecipe,
+    autoencoder: nn.Module,
+    encode: Callable[[Tensor], Tensor],
+    decode: Callable[[Tensor], Tensor],
+    batch: Callable[[int, torch.Generator], Tensor],
+    device: str,
+) -> dict:
+    """Trains `autoencoder` in place and leaves the averaged weights in it, in evaluation mode.
 
     Args:
-        sprites: ``(N, 4, S, S)`` uint8 RGBA training sprites.
-        validation: ``(V, 3, S, S)`` uint8 pictures never trained on, for PSNR.
+        encode, decode: pixels to latents and back, both differentiable; they may be compiled.
+        batch: float pixels in [-1, 1] for a step, counted from 0; may draw from the generator.
+
+    Returns the steps done, the minutes and the losses.
     """
     start = time.monotonic()
-    torch.manual_seed(recipe.seed)
     generator = torch.Generator(device).manual_seed(recipe.seed)
-    autoencoder = AutoencoderDC(**recipe.model).to(device)
-    encode, decode = autoencoder.encoder, autoencoder.decoder
-    if recipe.compile:
-        encode, decode = torch.compile(encode), torch.compile(decode)
     ema = EMAModel(
         autoencoder.parameters(), decay=recipe.ema_decay, use_ema_warmup=True, power=0.75, foreach=True
     )
@@ -146,12 +156,10 @@ def train_autoencoder(recipe: AutoencoderRecipe, sprites: Tensor, validation: Te
         pct_start=recipe.warmup / recipe.steps,
         anneal_strategy="cos",
     )
-    sprites, validation = sprites.to(device), validation.to(device)
     autocast = torch.autocast(device, torch.bfloat16, enabled=device != "cpu")
     step, history = 0, []
     for step in range(1, recipe.steps + 1):
-        rows = torch.randint(len(sprites), (recipe.batch_size,), device=device, generator=generator)
-        target = augment(sprites[rows], generator)
+        target = batch(step - 1, generator)
         with autocast:
             latent = encode(target)
             noise = torch.randn(latent.shape, device=device, generator=generator)
@@ -178,23 +186,54 @@ def train_autoencoder(recipe: AutoencoderRecipe, sprites: Tensor, validation: Te
                 break
     ema.copy_to(autoencoder.parameters())
     autoencoder.eval()
-    scores = psnr(autoencoder, validation)
-    autoencoder.register_to_config(scaling_factor=round(1 / latent_std(autoencoder, validation), 4))
+    return {"steps_run": step, "minutes": round((time.monotonic() - start) / 60, 2), "history": history}
+
+
+def save(recipe: AutoencoderRecipe, autoencoder: nn.Module, done: dict, facts: dict, device: str) -> dict:
+    """Saves the autoencoder and, beside it, what `fit` did and what was measured; returns these figures."""
+    history = done["history"]
     figures = {
         "recipe": asdict(recipe),
-        "steps_run": step,
-        "minutes": round((time.monotonic() - start) / 60, 2),
+        "steps_run": done["steps_run"],
+        "minutes": done["minutes"],
         "parameters": sum(p.numel() for p in autoencoder.parameters()),
-        "val_psnr_db": {"mean": scores.mean().item(), "min": scores.min().item(), "images": len(scores)},
-        "scaling_factor": autoencoder.config.scaling_factor,
+        **facts,
         "device": torch.cuda.get_device_name() if device != "cpu" else "cpu",
         "torch": torch.__version__,
         "history": history[:: max(1, len(history) // 50)],
     }
     # fp16 keeps three more mantissa bits than bf16, at the same size; the weights are of order 1, so range is no issue
-    autoencoder.to(torch.float16).save_pretrained(recipe.out)
+    nn.Module.to(autoencoder, torch.float16).save_pretrained(recipe.out)  # not ModelMixin.to, which warns
     Path(recipe.out, "training.json").write_text(json.dumps(figures, indent=1))
     return figures
+
+
+def train_autoencoder(recipe: AutoencoderRecipe, sprites: Tensor, validation: Tensor, device: str) -> dict:
+    """Train, keep the EMA weights, set ``scaling_factor``, save; returns and writes the figures.
+
+    Args:
+        sprites: ``(N, 4, S, S)`` uint8 RGBA training sprites.
+        validation: ``(V, 3, S, S)`` uint8 pictures never trained on, for PSNR.
+    """
+    torch.manual_seed(recipe.seed)
+    autoencoder = AutoencoderDC(**recipe.model).to(device)
+    encode, decode = autoencoder.encoder, autoencoder.decoder
+    if recipe.compile:
+        encode, decode = torch.compile(encode), torch.compile(decode)
+    sprites, validation = sprites.to(device), validation.to(device)
+
+    def batch(step: int, generator: torch.Generator) -> Tensor:
+        rows = torch.randint(len(sprites), (recipe.batch_size,), device=device, generator=generator)
+        return augment(sprites[rows], generator)
+
+    done = fit(recipe, autoencoder, encode, decode, batch, device)
+    scores = psnr(autoencoder, validation)
+    autoencoder.register_to_config(scaling_factor=round(1 / latent_std(autoencoder, validation), 4))
+    facts = {
+        "val_psnr_db": {"mean": scores.mean().item(), "min": scores.min().item(), "images": len(scores)},
+        "scaling_factor": autoencoder.config.scaling_factor,
+    }
+    return save(recipe, autoencoder, done, facts, device)
 
 
 def run(recipe_path: str, overrides: list[str] | None = None, device: str | None = None) -> dict:
@@ -203,6 +242,10 @@ def run(recipe_path: str, overrides: list[str] | None = None, device: str | None
 
     recipe = read_table(recipe_path, AutoencoderRecipe, overrides or [])
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if recipe.kind == "clips":
+        from .video_autoencoder import train_video_autoencoder
+
+        return train_video_autoencoder(recipe, device)
     train, val = (load_sprites(recipe.data, splits=[name]) for name in ("train", "val"))
     sprites, unseen = (torch.as_tensor(part.rgba).permute(0, 3, 1, 2).contiguous() for part in (train, val))
     return train_autoencoder(recipe, sprites, on_white(unseen), device)

@@ -198,7 +198,7 @@ def path_of(motion: str, rng: np.random.Generator) -> dict:
     """A path that leaves no part of the sprite outside the canvas; fields of `Clip`."""
 
     def within(low: float, high: float) -> float:
-        return float(rng.uniform(low, high))
+        return float(rng.uniform(low, max(low, high)))  # rounding may turn a single place around
 
     side = within(*SIDE)
     if motion in DIRECTIONS:

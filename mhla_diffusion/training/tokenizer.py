@@ -1,4 +1,4 @@
-"""Train a small Gemma tokenizer on captions, for toy text encoders that are trained from scratch.
+"""Small tokenizers made of captions, for toy text encoders trained from scratch: Gemma's for SANA, T5's for Wan.
 
 GemmaTokenizer is a byte-fallback BPE over text whose spaces became "▁". Training splits at those marks, so that no
 token crosses a word; at inference Gemma's own pre-tokenizer sees one long word, which gives the same tokens, because
@@ -8,10 +8,12 @@ every learnt merge has "▁" in front at most.
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterable
 
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import GemmaTokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import GemmaTokenizer, PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = (
     "<pad>",
@@ -20,6 +22,7 @@ SPECIAL_TOKENS = (
     "<unk>",
     "<mask>",
 )  # the ids 0..4 that Gemma configurations expect
+T5_TOKENS = ("<pad>", "</s>", "<unk>")  # the ids 0..2 that T5 configurations expect
 BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))  # any text can be encoded
 
 
@@ -58,3 +61,39 @@ def train_tokenizer(captions: Iterable[str], vocab_size: int, max_length: int) -
         single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", SPECIAL_TOKENS.index("<bos>"))]
     )
     return tokenizer
+
+
+def word_tokenizer(captions: Iterable[str], max_length: int) -> PreTrainedTokenizerFast:
+    """A tokenizer that works as Wan's (T5's) does, with every word of ``captions`` as one token.
+
+    Other words fall apart into the letters that captions have, and letters that none has become ``<unk>``. Text is
+    lower-cased, which Wan's pipelines leave to the tokenizer. Every caption ends in ``</s>``: the empty one, used for
+    guidance, then has a token to attend to.
+
+    Raises:
+        ValueError: if there is no caption.
+    """
+    counts = Counter(word for caption in captions for word in caption.lower().split())
+    if not counts:
+        raise ValueError("there are no words to make a tokenizer of: give at least one caption")
+    total = counts.total()
+    letters = sorted({letter for word in counts for letter in word})
+    words = sorted(counts, key=lambda word: (-counts[word], word))
+    scores = {f"▁{word}": math.log(counts[word] / total) for word in words}
+    spelled = min(scores.values()) - 10.0  # a word as a whole is always likelier than its letters
+    scores |= {piece: spelled for piece in ["▁", *letters] if piece not in scores}
+    vocabulary = [(token, 0.0) for token in T5_TOKENS] + list(scores.items())
+    backend = Tokenizer(models.Unigram(vocabulary, unk_id=T5_TOKENS.index("<unk>"), byte_fallback=False))
+    backend.normalizer = normalizers.Lowercase()
+    mark = {"replacement": "▁", "prepend_scheme": "always"}
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(**mark)]
+    )
+    backend.decoder = decoders.Metaspace(**mark)
+    backend.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", T5_TOKENS.index("</s>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", eos_token="</s>", unk_token="<unk>",
+        model_max_length=max_length, padding_side="right",
+    )  # fmt: skip

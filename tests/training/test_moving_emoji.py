@@ -134,7 +134,7 @@ def test_pixels_show_the_plan(motion):
 
 
 def test_the_whole_sprite_stays_inside(planner):
-    for plan in map(planner.plan, range(400)):
+    for plan in map(planner.plan, range(4000)):
         pose = plan.pose(17)
         half = pose[:, 2] / 2
         assert ((pose[:, :2] - half[:, None]) > -1e-5).all() and (

@@ -1,0 +1,94 @@
+"""The autoencoder of clips: what is stored, figures by their definitions, and a short run on the sample set."""
+
+import json
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from safetensors.torch import load_file
+
+from mhla_diffusion.training.autoencoder import AutoencoderRecipe, reconstruction_loss, run
+from mhla_diffusion.training.recipe import read_table
+from mhla_diffusion.training.video_autoencoder import as_input, build, mean_of, quality, spread
+
+RECIPE = "train/recipes/autoencoder-wan-emoji.toml"
+SMALL = [
+    "data=assets/emoji_sample.tar",
+    "size=[5, 16, 16]",
+    "steps=12",
+    "batch_size=2",
+    "warmup=3",
+    "log_every=3",
+    "model.base_dim=4",
+    "model.decoder_base_dim=4",
+    "model.z_dim=2",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vae")
+    return folder, run(RECIPE, [*SMALL, f"out={folder}"], device="cpu")
+
+
+def test_the_recipe_compresses_as_the_pipeline_needs():
+    recipe = read_table(RECIPE, AutoencoderRecipe)
+    autoencoder = build(recipe)
+    with torch.no_grad():
+        latents = autoencoder.encode(torch.zeros(1, 3, 5, 16, 16)).latent_dist
+        assert latents.mode().shape == (1, 8, 2, 4, 4)
+        assert torch.allclose(latents.std, torch.full_like(latents.std, recipe.latent_noise))
+        assert autoencoder.decode(latents.mode()).sample.shape == (1, 3, 5, 16, 16)
+    bytes_ = 2 * sum(parameter.numel() for parameter in autoencoder.parameters())
+    assert bytes_ < 2.5 * 2**20  # of the ten that the whole pipeline may have
+
+
+def test_a_short_run_learns_saves_and_reports(trained):
+    folder, figures = trained
+    losses = [entry["loss"] for entry in figures["history"]]
+    assert losses[-1] < losses[0]
+    stored = json.loads((folder / "training.json").read_text())
+    assert stored["steps_run"] == 12 and stored["val"]["clips"] == 192
+    assert set(stored["heldout"]) == {"psnr_db", "object_psnr_db", "flicker", "flicker_of_the_clips", "clips"}
+    saved = AutoencoderKLWan.from_pretrained(folder, local_files_only=True)
+    assert saved.config.latents_mean == figures["latents_mean"] and len(saved.config.latents_std) == 2
+    assert all(value > 0 for value in saved.config.latents_std)
+    stored = load_file(next(folder.glob("*.safetensors")))
+    assert {value.dtype for value in stored.values()} == {torch.float16}
+
+
+@torch.no_grad()
+def test_figures_by_their_definitions():
+    torch.manual_seed(0)
+    recipe = read_table(RECIPE, AutoencoderRecipe, SMALL)
+    autoencoder = build(recipe)
+    clips = torch.zeros(3, 3, 5, 16, 16, dtype=torch.uint8)
+    clips[:, 0] = 90
+    clips[:, :, :, 4:9, 4:9] = torch.randint(0, 256, (3, 3, 5, 5, 5), dtype=torch.uint8)
+    decoded = (autoencoder.decode(mean_of(autoencoder, as_input(clips))).sample + 1) * 127.5
+    error = (decoded - clips).double().square()
+    whole = 10 * torch.log10(255**2 / error.mean((1, 2, 3, 4)))
+    found = quality(autoencoder, clips, batch_size=2)
+    assert found["psnr_db"]["mean"] == pytest.approx(whole.mean().item(), rel=1e-4)
+    assert found["psnr_db"]["min"] == pytest.approx(whole.min().item(), rel=1e-4)
+    object_ = 10 * torch.log10(255**2 / error[..., 4:9, 4:9].mean((1, 2, 3, 4)))
+    assert found["object_psnr_db"] == pytest.approx(
+        object_.mean().item(), abs=0.2
+    )  # a pixel may look like the corner
+    assert found["flicker_of_the_clips"] == pytest.approx(
+        clips.float().diff(dim=2).abs().mean().item(), rel=1e-4
+    )
+    mean, std = spread(autoencoder, clips, batch_size=2)
+    latents = mean_of(autoencoder, as_input(clips)).transpose(0, 1).flatten(1)
+    assert mean == pytest.approx(latents.mean(1).tolist(), abs=1e-3)
+    assert std == pytest.approx(latents.std(1).tolist(), abs=1e-3)
+
+
+def test_edges_between_frames_count():
+    recipe = AutoencoderRecipe(data="", out="", l1_weight=0, edge_weight=1)
+    target = torch.zeros(1, 3, 3, 4, 4)
+    still, moving = target + 0.5, target.clone()
+    moving[:, :, 1] = 0.5
+    square = still.square().mean()
+    assert torch.isclose(reconstruction_loss(still, target, recipe), square)
+    assert torch.isclose(reconstruction_loss(moving, target, recipe), moving.square().mean() + 0.5)
