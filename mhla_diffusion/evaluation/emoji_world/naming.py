@@ -37,7 +37,7 @@ class Namer:
         self.heads, about = load_heads(self.weights.get("emoji-heads"))
         self.network = efficientnet_lite0(str(usable(device)))
         self.about = {
-            "network": "efficientnet-lite0 with emoji heads",
+            "network": f"efficientnet-lite0, emoji heads {about['sha256'][:12]}",
             "protocol": "cropped to the drawing, on white, 128 px",
             "weights": [about_weights("efficientnet-lite0", find_weights("efficientnet-lite0")), about],
             "heads_accuracy": self.heads.about.get("accuracy"),

@@ -138,9 +138,9 @@ def score_scenes(
     about = {
         "nearest": NEAREST,
         "batch_size": batch_size,
-        "scenes_sha256": digest_of(scenes),
         "reasons": reasons_of(verdicts),
     }
+    prompts = Prompts(prompts.texts, prompts.about | {"sha256": digest_of(scenes), "scenes": len(scenes)})
     return as_result("emoji_scenes", values, notes, namer, samples, prompts, about, started)
 
 

@@ -66,7 +66,8 @@ def embedded(pictures: PictureSet) -> Prompts:
     lost = [index for index, text in enumerate(found) if not isinstance(text, str)]
     if lost:
         raise ValueError(f"{pictures.name_of(lost[0])} carries no prompt: give --prompts FILE, {WAYS}")
-    digest = hashlib.sha256("\n".join(found).encode()).hexdigest()
+    # Of the prompts alone: sets of other seeds compare.
+    digest = hashlib.sha256("\n".join(sorted(set(found))).encode()).hexdigest()
     return Prompts(found, {"file": where, "sha256": digest, "count": len(found)})
 
 

@@ -142,3 +142,18 @@ def test_other_files_are_no_heads(tmp_path):
         load_heads("pipelines/sana-mhla-emoji/vae/diffusion_pytorch_model.safetensors")
     with pytest.raises(MissingWeights, match="at .*none, which was given"):
         load_heads(tmp_path / "none")
+
+
+def test_results_of_other_seeds_compare_and_of_other_lists_do_not(scenes, capsys):
+    command = ["eval", "run", "emoji_scenes", "--samples", str(scenes / "p"), "--prompts"]
+    assert main([*command, str(scenes / "list.jsonl"), "--out", str(scenes / "a.json")]) == 0
+    (scenes / "p" / "again.png").write_bytes((scenes / "p" / "0.png").read_bytes())
+    assert main([*command, str(scenes / "list.jsonl"), "--out", str(scenes / "b.json")]) == 0
+    short = (scenes / "list.jsonl").read_text().splitlines()[:2]
+    (scenes / "short.jsonl").write_text("\n".join(short))
+    assert main([*command, str(scenes / "short.jsonl"), "--out", str(scenes / "c.json")]) == 0
+    capsys.readouterr()
+    assert main(["eval", "compare", str(scenes / "a.json"), str(scenes / "b.json")]) == 0
+    assert "| 1 " in capsys.readouterr().out
+    assert main(["eval", "compare", str(scenes / "a.json"), str(scenes / "c.json")]) == 2
+    assert "prompts" in capsys.readouterr().err
