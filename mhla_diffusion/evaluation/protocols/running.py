@@ -162,6 +162,35 @@ def run_flicker(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     }
 
 
+def run_motions(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
+    """Motions and backgrounds of videos, whose captions they carry or a file of prompts has."""
+    from ..moving.scores import score_motions
+
+    paths = video_paths(inputs)
+    return only(score_motions(paths, captions_of(paths, inputs.prompts), progress=inputs.progress), part)
+
+
+def captions_of(paths: list[Path], file: str | None) -> list[str]:
+    """A caption for each video. Raises ValueError, naming the first video without one."""
+    from ...pipelines.requests import read_prompts
+    from ...pipelines.videos import read_video_settings
+
+    if file is not None:
+        found = read_prompts(file)
+        if len(found) != len(paths):
+            raise ValueError(
+                f"{file} has {len(found)} prompts for {len(paths)} videos: give one for each, in order"
+            )
+        return found
+    found = [(read_video_settings(path) or {}).get("prompt") for path in paths]
+    for path, text in zip(paths, found, strict=True):
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{path} carries no prompt: give --prompts FILE with one for each video, in order"
+            )
+    return found
+
+
 def run_video_check(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     """Whether the videos of a plan are there and alike. Raises ValueError with what is wrong."""
     from ..networks.weight_files import sha256_of

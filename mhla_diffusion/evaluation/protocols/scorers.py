@@ -120,6 +120,14 @@ def scorers() -> dict[str, Scorer]:
             summary="temporal flickering, the dimension of VBench that needs no weights",
         ),
         Scorer(
+            "moving_emoji",
+            "videos",
+            ("motion_right", "direction_right", "background_right"),
+            running.run_motions,
+            packages=(PYAV,),
+            summary="do videos of one object on a plain background move as their captions say; pixels only",
+        ),
+        Scorer(
             "vbench_totals",
             "videos",
             (*DIMENSIONS, *VBENCH_TOTALS),

@@ -1,0 +1,111 @@
+"""The measured motion is the true one, on clips whose truth is known."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mhla_diffusion.evaluation.moving.scores import asked_of, score_motions
+from mhla_diffusion.evaluation.moving.tracking import COLOURS, MOTIONS, track
+from mhla_diffusion.pipelines.videos import save_video
+from mhla_diffusion.training.emoji import Sprites
+from mhla_diffusion.training.moving_emoji import CLIP_BACKGROUNDS, Clip, ClipPainter, path_of
+from mhla_diffusion.training.moving_emoji import MOTIONS as TRAINED
+
+
+def sprite() -> Sprites:
+    """A red arrow with a blue foot: no turn leaves it as it is."""
+    rgba = np.zeros((1, 64, 64, 4), np.uint8)
+    rgba[0, 12:30, 8:56] = (230, 60, 40, 255)
+    rgba[0, 30:56, 26:38] = (40, 60, 200, 255)
+    return Sprites(rgba, [{"key": "a", "concept": "arrow", "style": "flat", "split": "train"}])
+
+
+def clips(
+    motion: str, count: int = 2, background: str = "yellow", frames: int = 17
+) -> tuple[torch.Tensor, list[Clip]]:
+    draw = np.random.default_rng(list(TRAINED).index(motion))
+    plans = [
+        Clip("", 0, "a", "arrow", "flat", motion, background, **path_of(motion, draw)) for _ in range(count)
+    ]
+    return ClipPainter(sprite()).paint(plans, frames).permute(0, 2, 1, 3, 4), plans  # (n, F, 3, H, W)
+
+
+def test_the_words_and_colours_are_those_of_the_set():
+    assert set(MOTIONS) == set(TRAINED) and COLOURS == CLIP_BACKGROUNDS
+    for name, phrase in TRAINED.items():
+        assert asked_of(f"a flat arrow {phrase} on a sky blue background") == (name, "sky blue")
+
+
+@pytest.mark.parametrize("motion", MOTIONS)
+def test_every_motion_is_found_and_measured(motion):
+    videos, plans = clips(motion)
+    for frames, plan in zip(videos, plans, strict=True):
+        found = track(frames)
+        assert (found.name, found.background) == (motion, "yellow")
+        if motion == "spin":
+            assert found.turned == pytest.approx(plan.turn, abs=0.1)
+        elif motion != "bounce":
+            wanted = [b - a for a, b in zip(plan.start, plan.end, strict=True)]
+            # The arrow's middle is not its tile's: it moves with the size.
+            assert found.moved == pytest.approx(
+                wanted, abs=0.02 if motion not in ("grow", "shrink") else 0.05
+            )
+            assert found.grown == pytest.approx(math.log(plan.sides[1] / plan.sides[0]), abs=0.1)
+
+
+@pytest.mark.parametrize("background", COLOURS)
+def test_every_background_is_named(background):
+    if background in ("red", "dark blue", "blue"):  # of which the arrow itself has much
+        return
+    assert track(clips("left", 1, background)[0][0]).background == background
+
+
+def test_what_does_not_move_is_still_and_an_empty_video_is_nothing():
+    frames = clips("up", 1)[0][0]
+    assert track(frames[:1].expand(9, -1, -1, -1).contiguous()).name == "still"
+    empty = torch.tensor(COLOURS["green"], dtype=torch.uint8)[None, :, None, None].expand(9, 3, 64, 64)
+    assert (track(empty.contiguous()).name, track(empty.contiguous()).background) == ("nothing", "green")
+    noise = (
+        frames.float() + 6 * torch.randn(frames.shape, generator=torch.Generator().manual_seed(0))
+    ).clamp(0, 255)
+    assert track(noise.to(torch.uint8)).name == "up"
+    flipped = track(frames.flip(0))
+    assert flipped.name == "down"
+
+
+def test_frames_that_are_none_are_refused():
+    for frames in (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(5, 3, 8, 8)):
+        with pytest.raises(ValueError, match="give at least 3 uint8 frames"):
+            track(frames)
+
+
+def test_the_last_motion_of_a_caption_counts():
+    assert asked_of("a flat spinning top moving down and left on an orange background") == (
+        "down and left",
+        "orange",
+    )
+    assert asked_of("a flat whale growing") == ("grow", None)
+    with pytest.raises(ValueError, match="names no motion"):
+        asked_of("a flat whale on a blue background")
+
+
+def test_shares_of_encoded_videos(tmp_path):
+    paths, captions = [], []
+    for index, motion in enumerate(("left", "spin", "grow")):
+        frames = clips(motion, 1)[0][0].permute(0, 2, 3, 1).numpy()
+        paths.append(tmp_path / f"{index}.mp4")
+        save_video(frames, paths[-1], fps=8)
+        captions.append(f"a flat arrow {TRAINED[motion]} on a yellow background")
+    captions[2] = "a flat arrow shrinking on a red background"
+    found = score_motions(paths, captions)
+    values = found["values"]
+    assert values["motion_right"]["value"] == values["background_right"]["value"] == pytest.approx(2 / 3)
+    assert values["direction_right"] == values["direction_right"] | {"value": 1.0, "n": 1}
+    assert values["motion_right"]["chance"] == pytest.approx(1 / 12)
+    assert found["mistaken"] == {"shrink -> grow": 1} and found["by_motion"]["spin"]["value"] == 1
+    with pytest.raises(ValueError, match="1.mp4: the caption"):
+        score_motions(paths, [captions[0], "a whale", captions[2]])
+    with pytest.raises(ValueError, match="no videos"):
+        score_motions([], [])
