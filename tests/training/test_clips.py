@@ -143,7 +143,7 @@ def test_faults_of_the_recipe_are_named_with_what_to_write(tmp_path):
         open_videos(config(tmp_path, [[80, 16, 30]]), 16, 4)
     with pytest.raises(ValueError, match="'videos' is not for a model of pictures"):
         open_source(config(tmp_path, [[5, 16, 16]]), 8, 0)
-    with pytest.raises(ValueError, match='not for a model of videos; write "videos" with data.sizes'):
+    with pytest.raises(ValueError, match='not for a model of videos; write "videos" or .*data.sizes'):
         open_source(DataConfig(path=str(tmp_path)), 8, 0, frame_factor=4)
     with pytest.raises(ValueError, match="does not exist; give a folder of videos"):
         open_source(config(tmp_path / "nowhere", [[5, 16, 16]]), 8, 0, frame_factor=4)
