@@ -38,7 +38,7 @@ def dual_forward_kernel(
     KB0: tl.constexpr, KB1: tl.constexpr, KB2: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, TABLE: tl.constexpr, KEY_TABLE: tl.constexpr,
-    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
+    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr
 ):  # fmt: skip
     """out (B, N, H, Dv), den (B, H, slots), contiguous. Program (batch and head, tile of queries fastest)."""
     q_stride_b, q_stride_n, q_stride_h = q_stride_b * STEP, q_stride_n * STEP, q_stride_h * STEP
@@ -113,7 +113,7 @@ def dual_query_kernel(
     KB0: tl.constexpr, KB1: tl.constexpr, KB2: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, QUERY_RUN: tl.constexpr,
-    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
+    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr
 ):  # fmt: skip
     """dq, delta (B, H, slots), and dm summed over runs: dm (B * H, N / QUERY_RUN, Nk / RUN). Even grids only."""
     q_stride_b, q_stride_n, q_stride_h = q_stride_b * STEP, q_stride_n * STEP, q_stride_h * STEP
@@ -222,7 +222,7 @@ def dual_key_kernel(
     KB0: tl.constexpr, KB1: tl.constexpr, KB2: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, QUERY_RUN: tl.constexpr,
-    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
+    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr
 ):  # fmt: skip
     """dk (B, Nk, H, D), dv (B, Nk, H, Dv). Program (batch and head, tile of BM keys fastest), BN queries at a time."""
     q_stride_b, q_stride_n, q_stride_h = q_stride_b * STEP, q_stride_n * STEP, q_stride_h * STEP

@@ -43,7 +43,7 @@ def pull_back_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
     BN: tl.constexpr, ONE_TILE: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, MASS: tl.constexpr, KEYS: tl.constexpr,
-    WHOLE: tl.constexpr, FUSED: tl.constexpr, REVERSE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
+    WHOLE: tl.constexpr, FUSED: tl.constexpr, REVERSE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr
 ):  # fmt: skip
     """dx (B, N, H, D), contiguous. Program (batch, head, block, chunk of the block's tokens).
 

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .tiles import (
     SIZES,
+    begin,
     box,
     dot,
     features,
@@ -50,7 +51,7 @@ def summarise_kernel(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
     BN: tl.constexpr, ONE_TILE: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, MASS: tl.constexpr,
-    ROWS: tl.constexpr, REVERSE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr,
+    ROWS: tl.constexpr, REVERSE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """S = sum phi(x) y^T, z = sum phi(x). Program (batch, head, block, chunk of the block's tokens; value tile).
 
@@ -67,6 +68,7 @@ def summarise_kernel(
     x_ptr += batch * x_stride_b + head * x_stride_h
     y_ptr += batch * y_stride_b + head * y_stride_h + value_low
     rstd_ptr += batch * num_tokens
+    begin(PDL)
     weight0 = norm_weight_of(weight_ptr, head, 0, D, BD, NORM)
     weight1 = norm_weight_of(weight_ptr, head, BD, D, TD, NORM)
     turn00, turn01, turn02 = frequencies_of(rope_ptr, 0, D, BD, ROPE)
@@ -201,7 +203,7 @@ def read_out_kernel(
     BN: tl.constexpr, ONE_TILE: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, DIVIDE: tl.constexpr,
     MASS: tl.constexpr, OUT_NORM: tl.constexpr, GATE: tl.constexpr, LOCAL: tl.constexpr, REVERSE: tl.constexpr,
-    STEP: tl.constexpr, DOT: tl.constexpr,
+    STEP: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = phi(x) S [/ (phi(x) . z + eps)], [RMSNorm], [x gate], [+ local]; out (B, N, H, Dv), contiguous.
 
@@ -230,6 +232,7 @@ def read_out_kernel(
     local_ptr += batch * local_stride_b + head * local_stride_h + value_low
     out_ptr += (batch * num_tokens * heads + head) * DV + value_low
     rstd_ptr += batch * num_tokens
+    begin(PDL)
     weight0 = norm_weight_of(weight_ptr, head, 0, D, BD, NORM)
     weight1 = norm_weight_of(weight_ptr, head, BD, D, TD, NORM)
     turn00, turn01, turn02 = frequencies_of(rope_ptr, 0, D, BD, ROPE)
@@ -360,7 +363,15 @@ def channel_weight(weight_ptr, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.
 
 @triton.jit(do_not_specialize=["num_tokens", "width"])
 def rstd_kernel(
-    x_ptr, rstd_ptr, stride_b, stride_n, num_tokens, width, norm_eps, BN: tl.constexpr, BW: tl.constexpr
+    x_ptr,
+    rstd_ptr,
+    stride_b,
+    stride_n,
+    num_tokens,
+    width,
+    norm_eps,
+    BN: tl.constexpr,
+    BW: tl.constexpr,
 ):
     """1 / sqrt(mean(x^2) + eps) over all heads of a token. Program (tokens, batch); x (B, N, H * D) by rows."""
     token = tl.program_id(0) * BN + tl.arange(0, BN)

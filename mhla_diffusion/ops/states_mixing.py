@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .tiles import begin
+
 __all__ = ["mix_gradient_kernel", "mix_kernel", "spread_kernel"]
 
 _SIZES = ["heads", "rows", "columns", "left_rows", "right_rows", "parts", "padded_rows", "chunks"]
@@ -17,7 +19,7 @@ _SIZES = ["heads", "rows", "columns", "left_rows", "right_rows", "parts", "padde
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def spread_kernel(
     m_ptr, out_ptr, stride_h, stride_row, stride_column, rows, columns, chunks, padded_rows, matrices,
-    WIDTH: tl.constexpr, SPLIT: tl.constexpr,
+    WIDTH: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Coefficients as `mix_kernel` wants them: zero-padded, each column once for every chunk of its block.
 
@@ -26,6 +28,7 @@ def spread_kernel(
     row = tl.program_id(0)
     matrix = tl.program_id(1)
     column = tl.arange(0, WIDTH)
+    begin(PDL)
     m = tl.load(
         m_ptr + matrix * stride_h + row * stride_row + (column // chunks) * stride_column,
         mask=(row < rows) & (column < columns),
@@ -52,7 +55,7 @@ def weighted_sum(high, low, state, total, DOT: tl.constexpr):
 def mix_kernel(
     m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
-    REVERSE: tl.constexpr, DOT: tl.constexpr,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out (B, H, rows, SIZE) = m (rows, columns) states (B, H, columns, SIZE), m as `spread_kernel` leaves it.
 
@@ -69,6 +72,7 @@ def mix_kernel(
     state_ptr += line.to(tl.int64) * columns * SIZE
     out_ptr += line.to(tl.int64) * rows * SIZE
     mixed = tl.zeros((BM, BP), dtype=tl.float32)
+    begin(PDL)
     for start in range(0, columns, BN):
         column = start + tl.arange(0, BN)
         offset = row[:, None] * WIDTH + column[None, :]

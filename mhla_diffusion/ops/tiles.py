@@ -44,6 +44,15 @@ def quotient(number, divisor):
 
 
 @triton.jit
+def begin(PDL: tl.constexpr):
+    """Where a kernel first reads memory. PDL (programmatic dependent launch): its programs may have started while the
+    launch before still runs, and let those of the next start likewise; nothing is read before that launch is done."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def locate(rows, heads, head_group, REVERSE: tl.constexpr):
     """(batch, head, row) of a program. `head_group` heads run fastest, so that they share the rotation's rows in L2.
 

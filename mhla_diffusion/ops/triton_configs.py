@@ -101,8 +101,8 @@ _OVERRIDES: dict[str, object] = {}
 
 @contextlib.contextmanager
 def override(**choices):
-    """Within the block, kernels (by name) start with these configurations, and `head_group`, `chunk_count` or `angles`
-    (the kept rotation's dtype) take these values: for tuning and for tests."""
+    """Within the block, kernels (by name) start with these configurations, and `head_group`, `chunk_count`, `angles`
+    (the kept rotation's dtype) or `pdl` take these values: for tuning and for tests."""
     before = dict(_OVERRIDES)
     _OVERRIDES.update(choices)
     try:

@@ -12,8 +12,9 @@ import triton
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
+from .machine_code import LostDescriptor, check_when_loaded
 from .partition import Partition
-from .triton_configs import Config, head_parts, launch_configs
+from .triton_configs import Config, head_parts, launch_configs, overridden
 
 __all__ = [
     "DOT",
@@ -33,8 +34,18 @@ _warned: set[tuple] = set()
 
 
 def launch(kernel, grid: tuple[int, ...], config, *args, **constants) -> None:
-    """The one place where a kernel starts."""
-    kernel[grid](*args, **config._asdict(), **constants)
+    """The one place where a kernel starts.
+
+    Kernels that take PDL may, from Hopper on, start while the launch before finishes (programmatic dependent launch).
+    """
+    overlap = {}
+    if _generation(args[0]) >= 9:
+        check_when_loaded(kernel.__name__)
+        if "PDL" in kernel.arg_names and overridden("pdl", True):
+            overlap = {"launch_pdl": True}
+    if "PDL" in kernel.arg_names:
+        constants["PDL"] = bool(overlap)
+    kernel[grid](*args, **config._asdict(), **overlap, **constants)
 
 
 @functools.cache
@@ -48,11 +59,11 @@ def _generation(x: torch.Tensor) -> int:
 
 
 def _configuration_fails(error: Exception) -> bool:
-    """Whether this launch configuration is at fault, so that another may do: too large, or Triton cannot compile it.
+    """Whether this launch configuration is at fault, so that another may do: too large, or not compiled (rightly).
 
     The compiler's passes fail with a bare RuntimeError, as a broken launch does: where it was raised tells them apart.
     """
-    if isinstance(error, OutOfResources | CompilationError):
+    if isinstance(error, OutOfResources | CompilationError | LostDescriptor):
         return True
     frame = error.__traceback__
     while frame is not None:

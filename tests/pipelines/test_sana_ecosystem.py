@@ -274,7 +274,9 @@ def test_group_offload_on_the_gpu(cls, kind, use_stream, tmp_path):
     load_adapter(plain, source)
     pipe = pipeline(cls)
     devices = {"onload_device": torch.device("cuda"), "offload_device": torch.device("cpu")}
-    pipe.enable_group_offload(**devices, use_stream=use_stream, **kind)
+    # By blocks, what lies around the blocks is fetched for `forward`, which no decoder runs: `decode` would miss it.
+    kept = {"exclude_modules": ["vae"]} if "num_blocks_per_group" in kind else {}
+    pipe.enable_group_offload(**devices, use_stream=use_stream, **kind, **kept)
     load_adapter(pipe, source)
     for _ in range(2):
         assert (draw(pipe) - draw(plain)).abs().max() < 1e-3

@@ -72,7 +72,7 @@ def stirred(target: torch.nn.Module, seed: int = 5) -> torch.nn.Module:
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in target.parameters():
-            parameter += 0.05 * torch.rand(parameter.shape, generator=draw)
+            parameter += 0.05 * torch.rand(parameter.shape, generator=draw).to(parameter.device)
     return target
 
 

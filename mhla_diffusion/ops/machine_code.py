@@ -1,0 +1,112 @@
+"""A check of compiled kernels before they run. Assemblers do go wrong: ptxas 12.8, which Triton 3.6 brings, leaves a
+descriptor of one of Hopper's matrix instructions unset where two of their operands lie, one after the other, at one
+shared address. The kernel then reads anywhere. ptxas 12.9 (Triton 3.8) does not.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+__all__ = ["LostDescriptor", "check_when_loaded", "disassembled", "lost_descriptors"]
+
+INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);")
+CONSTANT, ADDRESS, OTHER = "constant", "address", "other"
+
+
+class LostDescriptor(RuntimeError):
+    """The assembler made a faulty kernel; another configuration may do."""
+
+
+@functools.cache
+def check_when_loaded(kernel: str) -> None:
+    """From now on no kernel of this name is loaded in this process that reads through a lost descriptor.
+
+    Only where the assembler is the faulty one; takes some 0.2 s for each kernel. Raises LostDescriptor at its launch.
+    """
+    import triton
+
+    if assembler_version() >= (12, 9):
+        return
+
+    def check(module, function, name: str, files: dict, key: str) -> None:
+        if name == kernel:
+            lost = lost_descriptors(disassembled(Path(files[f"{name}.cubin"]).read_bytes()))
+            if lost:
+                raise LostDescriptor(f"ptxas lost a descriptor of {lost[0].strip()}")
+
+    triton.knobs.runtime.kernel_load_start_hook.add(check)
+
+
+@functools.cache
+def assembler_version() -> tuple[int, ...]:
+    """Of the ptxas that Triton runs for Hopper."""
+    import triton
+
+    said = triton.knobs.nvidia.ptxas.version
+    return tuple(int(part) for part in said.split(".")[:2])
+
+
+def disassembled(cubin: bytes) -> str:
+    import triton.backends.nvidia
+
+    program = Path(triton.backends.nvidia.__file__).parent / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=True).stdout
+
+
+def lost_descriptors(text: str) -> list[str]:
+    """Matrix instructions whose descriptor of an operand in shared memory does not come from a shared address.
+
+    A descriptor's low word starts with a 14-bit address, cut out by USGXT or a mask; steps along the operand add
+    constants to it. Whatever else a uniform register holds is no descriptor. Instructions are read in the text's order.
+    """
+    kinds: dict[int, str] = {}
+    faulty = []
+    for line in text.splitlines():
+        found = INSTRUCTION.match(line)
+        if not found:
+            continue
+        name, _, rest = found.group(1).partition(" ")
+        arguments = [part.strip() for part in rest.split(",")]
+        if name.startswith("HGMMA"):
+            if any([kinds.get(low, OTHER) == OTHER for low in descriptors(arguments)]):
+                faulty.append(found.group(1))
+            continue
+        target = re.fullmatch(r"UR(\d+)", arguments[0])
+        if not target or name.startswith(("ST", "RED")):
+            continue
+        first = int(target.group(1))
+        kinds[first] = kind(name, arguments[1:], kinds)
+        if ".64" in name or ".WIDE" in name:
+            kinds[first + 1] = kinds[first]
+    return faulty
+
+
+def descriptors(arguments: list[str]) -> list[int]:
+    """Numbers of the uniform registers that hold the low words of an instruction's descriptors."""
+    lows = []
+    for number in map(int, re.findall(r"gdesc\[UR(\d+)\]", ",".join(arguments))):
+        in_registers = len(arguments) > 1 and re.match(r"R\d+", arguments[1]) is not None
+        lows += [number + 2] if in_registers else [number, number + 2]
+    return lows
+
+
+def kind(name: str, sources: list[str], kinds: dict[int, str]) -> str:
+    """What a uniform instruction leaves in its target."""
+    registers = [int(number) for source in sources for number in re.findall(r"\bUR(\d+)", source)]
+    found = {kinds.get(number, OTHER) for number in registers}
+    if name.startswith("USGXT") and sources[-1] == "0xe":
+        return ADDRESS
+    if name.startswith("ULOP3") and "0x3fff" in sources:
+        return ADDRESS
+    if name.startswith(("UMOV", "UIADD3")) and OTHER not in found:
+        return ADDRESS if ADDRESS in found else CONSTANT
+    if name.startswith("ULOP3") and OTHER not in found and found:
+        return ADDRESS if ADDRESS in found else CONSTANT
+    return OTHER
