@@ -1,7 +1,7 @@
 """The command `mhla`. Each subcommand checks what was typed and calls the library, which does the work.
 
 Exit status: 0 done; 1 some prompts failed, the others are drawn; 2 a mistake in what was typed, nothing was
-done; 3 weights are missing; 130 interrupted. Heavy modules are imported only by the subcommand that needs them.
+done; 3 weights are missing; 4 a part of a protocol failed, the others are scored; 130 interrupted. Heavy modules are imported only by the subcommand that needs them.
 """
 
 import argparse
