@@ -176,7 +176,9 @@ def diagnose(
 
     video = makes_videos(folder)
     if video:
-        from ...pipelines.video_painter import VideoPainter as Painter
+        from ...pipelines.video_painter import video_painter
+
+        Painter = video_painter(folder)
     where = choose_device(device)
     chosen = choose_dtype(dtype, where)
     painter = Painter(folder, fingerprint(folder), where, chosen)

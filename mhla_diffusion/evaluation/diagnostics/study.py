@@ -7,11 +7,11 @@ import inspect
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 
 import torch
-from diffusers import SanaPipeline
+from diffusers import DiTPipeline
 from torch import Tensor, nn
 
 from ...pipelines.painter import Painter
@@ -49,6 +49,10 @@ class Options:
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
     one_block: bool = False
+
+
+class SeenEnough(Exception):
+    """The steps to look at are done: nothing more needs to be drawn."""
 
 
 @dataclass
@@ -109,8 +113,8 @@ def watching(
     """While it is open, the models' calls at these denoising steps are looked at; yields a `Watched`.
 
     A step is a timestep that differs from the one before; its first call counts, which with guidance in two calls (Wan)
-    is that with the prompt. `items` says which part of a batch of that size has the prompt. Hooks are taken away at
-    the end, whatever happens.
+    is that with the prompt. `items` says which part of a batch of that size has the prompt. The call after the last of
+    the steps raises SeenEnough. Hooks are taken away at the end, whatever happens.
     """
     seen = Watched()
     state = {"time": None, "step": -1, "wanted": False, "items": slice(None)}
@@ -119,6 +123,8 @@ def watching(
         given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
         now, latents = float(given["timestep"].max()), given["hidden_states"]
         if now != state["time"]:
+            if state["step"] >= max(steps):
+                raise SeenEnough
             state.update(time=now, step=state["step"] + 1)
             seen.steps_seen = state["step"] + 1
             state["wanted"] = state["step"] in steps
@@ -197,6 +203,8 @@ def study(
 ) -> dict:
     """Draw the requests in one batch and look at the attention at steps `at` (0 = first; default: the middle one).
 
+    What comes after these steps is not drawn.
+
     Returns:
         "rows", the figures of every (layer, head, step, item); "layers" and "kinds", their means with deviations;
         "mixing", the figures of each mixing matrix; "maps", pictures to be drawn; and what it was computed with.
@@ -211,13 +219,14 @@ def study(
     if wrong or not at:
         raise ValueError(f"--at {wrong[0] if wrong else at}: {steps} steps are drawn, give 0 to {steps - 1}")
     models = transformers_of(painter.pipe)
-    count, guided_first = len(requests), not isinstance(painter.pipe, SanaPipeline)
+    count, guided_first = len(requests), isinstance(painter.pipe, DiTPipeline)
 
     def with_prompt(batch: int) -> slice:
+        """DiT's batches begin with the classes asked for; SANA's end with the prompts, Wan's hold nothing else."""
         return slice(0, count) if guided_first else slice(batch - count, batch)
 
     started = time.perf_counter()
-    with watching(models, at, with_prompt, options, progress) as seen, torch.no_grad():
+    with watching(models, at, with_prompt, options, progress) as seen, torch.no_grad(), suppress(SeenEnough):
         painter.draw(requests)
     if not seen.rows:
         raise ValueError(f"no attention was seen in {seen.steps_seen} steps: give other steps with --at")

@@ -5,9 +5,11 @@ import json
 import pytest
 import tiny_dit
 import tiny_sana
+import tiny_sana_video_pipeline
 import tiny_wan
 import tiny_wan_pipeline
 import torch
+from diffusers import SanaVideoPipeline
 from PIL import Image
 
 from mhla_diffusion.cli import main
@@ -19,12 +21,15 @@ from mhla_diffusion.evaluation.diagnostics.mixing_figures import (
     on_grid,
     sheet,
 )
-from mhla_diffusion.evaluation.diagnostics.study import ONE_BLOCK, Options, summary, watching
+from mhla_diffusion.evaluation.diagnostics.study import FIGURES, ONE_BLOCK, Options, study, summary, watching
 from mhla_diffusion.mixing import BlockMixing
 from mhla_diffusion.models.dit import MHLADiTTransformer2DModel
 from mhla_diffusion.models.sana import MHLASanaTransformer2DModel
 from mhla_diffusion.pipelines.dit import MHLADiTPipeline
+from mhla_diffusion.pipelines.painter import Painter
+from mhla_diffusion.pipelines.requests import Request
 from mhla_diffusion.pipelines.sana import MHLASanaPipeline
+from mhla_diffusion.pipelines.video_painter import video_painter
 from mhla_diffusion.pipelines.wan import MHLAWanPipeline
 
 
@@ -68,43 +73,52 @@ def test_pipelines_side_by_side_with_the_papers_figures(tmp_path, capsys):
     assert "layers" in (tmp_path / "out" / "attention.md").read_text()
 
 
-def test_the_figures_are_of_the_calls_with_the_prompt(tmp_path):
+def sana_video_folder(path):
+    SanaVideoPipeline(**tiny_sana_video_pipeline.components()).save_pretrained(path)
+    return path
+
+
+def dit_folder(path):
+    transformer = MHLADiTTransformer2DModel(**tiny_dit.TRANSFORMER, mhla_block_grid=(2, 2))
+    MHLADiTPipeline(**tiny_dit.components(tiny_wan.stirred(transformer).eval())).save_pretrained(path)
+    return path
+
+
+FAMILIES = {
+    "sana": (sana_folder, 32, 32, None, "a red apple"),
+    "sana video": (sana_video_folder, 32, 64, 5, "a red apple"),
+    "dit": (dit_folder, None, None, None, "1"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_figures_are_of_the_calls_with_the_prompt(tmp_path, family):
     """The same drawing without guidance looks at the same attention in its first step."""
-    folder = sana_folder(tmp_path / "p")
-    (tmp_path / "prompts.txt").write_text("a red apple\n")
+    save, height, width, frames, prompt = FAMILIES[family]
+    painter_of = video_painter(save(tmp_path / "p")) if frames else Painter
+    save(tmp_path / "p")
+    painter = painter_of(tmp_path / "p", "", torch.device("cpu"), "float32")
+    painter.pipe.set_progress_bar_config(disable=True)
     found = []
     for guidance in (1.0, 4.0):
-        index = json.loads((folder / "model_index.json").read_text())
-        index["default_guidance_scale"] = guidance
-        (folder / "model_index.json").write_text(json.dumps(index))
-        out = tmp_path / str(guidance)
-        assert (
-            run(
-                folder,
-                "--prompts",
-                tmp_path / "prompts.txt",
-                "--steps",
-                2,
-                "--at",
-                0,
-                "--out",
-                out,
-                "--height",
-                32,
-                "--width",
-                32,
-            )
-            == 0
-        )
-        result = json.loads((out / "p.json").read_text())
-        assert result["inputs"]["guidance"] == guidance
-        found.append({name: row["value"] for name, row in result["values"].items()})
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
+        request = Request(0, prompt, 0, 2, guidance, height, width, frames=frames)
+        rows = study(painter, [request], at=[0])["rows"]
+        found.append([row[name] for row in rows for name in FIGURES])
+    assert len(found[0]) == 4 * len(FIGURES) and found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_nothing_is_drawn_after_the_last_step_looked_at(tmp_path):
+    painter = Painter(sana_folder(tmp_path / "p"), "", torch.device("cpu"), "float32")
+    painter.pipe.set_progress_bar_config(disable=True)
+    calls = []
+    painter.pipe.transformer.register_forward_hook(lambda *_: calls.append(1))
+    request = Request(0, "a red apple", 0, 6, 4.0, 32, 32)
+    assert study(painter, [request], at=[1])["at"] == [1] and len(calls) == 2
+    assert not any(module._forward_pre_hooks for module in painter.pipe.transformer.modules())
 
 
 def test_dit_and_wan_pipelines(tmp_path, capsys):
-    dit = MHLADiTTransformer2DModel(**tiny_dit.TRANSFORMER, mhla_block_grid=(2, 2))
-    MHLADiTPipeline(**tiny_dit.components(dit.eval())).save_pretrained(tmp_path / "dit")
+    dit_folder(tmp_path / "dit")
     MHLAWanPipeline(**tiny_wan_pipeline.components()).save_pretrained(tmp_path / "wan")
     assert run(tmp_path / "dit", "--steps", 2, "--at", 1, "--out", tmp_path / "a") == 0
     (tmp_path / "prompts.txt").write_text("a red apple\n")
