@@ -15,6 +15,8 @@ __all__ = ["LostDescriptor", "check_when_loaded", "disassembled", "lost_descript
 
 INSTRUCTION = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.*?);")
 CONSTANT, ADDRESS, OTHER = "constant", "address", "other"
+# Of a descriptor they make a descriptor.
+MOVES = ("UMOV", "MOV", "R2UR", "UIADD3", "IADD3", "IMAD.MOV", "IMAD.U32", "ULOP3", "LOP3", "CS2R")
 
 
 class LostDescriptor(RuntimeError):
@@ -63,50 +65,61 @@ def disassembled(cubin: bytes) -> str:
 def lost_descriptors(text: str) -> list[str]:
     """Matrix instructions whose descriptor of an operand in shared memory does not come from a shared address.
 
-    A descriptor's low word starts with a 14-bit address, cut out by USGXT or a mask; steps along the operand add
-    constants to it. Whatever else a uniform register holds is no descriptor. Instructions are read in the text's order.
+    A descriptor's low word starts with a 14-bit address, cut out by SGXT or a mask; steps along the operand add
+    constants to it, and moves may take it through ordinary registers and the stack. Whatever else a register holds is
+    no descriptor.
+    Instructions are read in the text's order.
     """
-    kinds: dict[int, str] = {}
+    kinds: dict[str, str] = {"RZ": CONSTANT, "URZ": CONSTANT}
     faulty = []
     for line in text.splitlines():
         found = INSTRUCTION.match(line)
         if not found:
             continue
         name, _, rest = found.group(1).partition(" ")
-        arguments = [part.strip() for part in rest.split(",")]
+        arguments = [part.strip().removesuffix(".reuse") for part in rest.split(",")]
         if name.startswith("HGMMA"):
             if any([kinds.get(low, OTHER) == OTHER for low in descriptors(arguments)]):
                 faulty.append(found.group(1))
             continue
-        target = re.fullmatch(r"UR(\d+)", arguments[0])
+        width = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+        slot = re.search(r"\[R1(?:\+0x([0-9a-f]+))?\]", rest)
+        if slot and name.startswith(("STL", "LDL")):
+            low, first = int(slot.group(1) or "0", 16), arguments[name.startswith("STL")]
+            for step in range(width if first != "RZ" else 0):
+                place, register = f"stack {low + 4 * step}", f"R{int(first[1:]) + step}"
+                if name.startswith("STL"):
+                    kinds[place] = kinds.get(register, OTHER)
+                else:
+                    kinds[register] = kinds.get(place, OTHER)
+            continue
+        target = re.fullmatch(r"(U?R)(\d+)", arguments[0])
         if not target or name.startswith(("ST", "RED")):
             continue
-        first = int(target.group(1))
-        kinds[first] = kind(name, arguments[1:], kinds)
-        if ".64" in name or ".WIDE" in name:
-            kinds[first + 1] = kinds[first]
+        register, first = target.group(1), int(target.group(2))
+        value = kind(name, arguments[1:], kinds)
+        kinds |= {f"{register}{number}": value for number in range(first, first + width)}
     return faulty
 
 
-def descriptors(arguments: list[str]) -> list[int]:
-    """Numbers of the uniform registers that hold the low words of an instruction's descriptors."""
+def descriptors(arguments: list[str]) -> list[str]:
+    """The uniform registers that hold the low words of an instruction's descriptors."""
     lows = []
     for number in map(int, re.findall(r"gdesc\[UR(\d+)\]", ",".join(arguments))):
         in_registers = len(arguments) > 1 and re.match(r"R\d+", arguments[1]) is not None
-        lows += [number + 2] if in_registers else [number, number + 2]
+        lows += [f"UR{number + 2}"] if in_registers else [f"UR{number}", f"UR{number + 2}"]
     return lows
 
 
-def kind(name: str, sources: list[str], kinds: dict[int, str]) -> str:
-    """What a uniform instruction leaves in its target."""
-    registers = [int(number) for source in sources for number in re.findall(r"\bUR(\d+)", source)]
-    found = {kinds.get(number, OTHER) for number in registers}
-    if name.startswith("USGXT") and sources[-1] == "0xe":
+def kind(name: str, sources: list[str], kinds: dict[str, str]) -> str:
+    """What an instruction leaves in its target."""
+    if name.startswith(("USGXT", "SGXT")):
+        return ADDRESS if sources[-1] == "0xe" else OTHER
+    if name.startswith(("ULOP3", "LOP3")) and "0x3fff" in sources:
         return ADDRESS
-    if name.startswith("ULOP3") and "0x3fff" in sources:
-        return ADDRESS
-    if name.startswith(("UMOV", "UIADD3")) and OTHER not in found:
-        return ADDRESS if ADDRESS in found else CONSTANT
-    if name.startswith("ULOP3") and OTHER not in found and found:
-        return ADDRESS if ADDRESS in found else CONSTANT
-    return OTHER
+    if not name.startswith(MOVES):
+        return OTHER
+    found = {
+        kinds.get(register, OTHER) for source in sources for register in re.findall(r"\bU?R[\dZ]+", source)
+    }
+    return OTHER if OTHER in found else ADDRESS if ADDRESS in found else CONSTANT

@@ -116,7 +116,10 @@ def start_first_fitting(
             error = caught
             continue
         if error is not None:
-            _warn_once(x, value_dim, "a smaller launch configuration", error)
+            if not isinstance(
+                error, LostDescriptor
+            ):  # no fault of the GPU, and nobody can do anything about it
+                _warn_once(x, value_dim, "a smaller launch configuration", error)
             _step[key] = step
         return True
     _warn_once(x, value_dim, "plain torch", error)

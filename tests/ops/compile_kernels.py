@@ -74,9 +74,7 @@ class Compiler:
             constants["PDL"] = self.arch >= 90
             overlap = {"launch_pdl": self.arch >= 90}
         try:
-            binary = kernel.warmup(
-                *args, grid=grid, **config._asdict(), **overlap, **constants, PDL=bool(overlap)
-            )
+            binary = kernel.warmup(*args, grid=grid, **config._asdict(), **overlap, **constants)
         except Exception as error:
             self.faults.add(f"{name}: {type(error).__name__} {error}")
             return
@@ -140,7 +138,6 @@ def a_few(arch: int) -> None:
     attend(FLOAT32, LONG, 64, rope=True)
     attend(BFLOAT16, MIDDLE, 64)
     attend(BFLOAT16, LONG, 72)
-    attend(BFLOAT16, LONG, 72, rope=True)
     attend_with_steps(BFLOAT16, LONG, 128)
     attend(BFLOAT16, LONG, 32, heads=8, fused=True)
     attend_in_video(BFLOAT16, 128, "none")

@@ -38,6 +38,17 @@ def test_a_register_that_was_never_written_or_holds_something_else_is_found(part
     assert lost_descriptors(GOOD.replace("UR4, 0x20", "UR6, 0x20")) == [PRODUCT]  # what lay there before
 
 
+def test_a_descriptor_may_pass_through_ordinary_registers_and_the_stack():
+    there = "MOV R87, UR10 ;\n /*0046*/ UMOV UR10, UR6 ;\n /*0047*/ R2UR UR10, R{} ;\n /*0050*/ UMOV UR11"
+    assert lost_descriptors(GOOD.replace("UMOV UR11", there.format(87))) == []
+    assert lost_descriptors(GOOD.replace("UMOV UR11", there.format(88))) == [PRODUCT]
+    stacked = there.replace(
+        ";\n", ";\n /*0041*/ STL.64 [R1+0x8], R86 ;\n /*0042*/ LDL R9, [R1+0x{:x}] ;\n", 1
+    )
+    assert lost_descriptors(GOOD.replace("UMOV UR11", stacked.format(12, 9))) == []
+    assert lost_descriptors(GOOD.replace("UMOV UR11", stacked.format(8, 9))) == [PRODUCT]
+
+
 def test_both_operands_may_lie_in_shared_memory():
     both = "/*0080*/   HGMMA.64x64x16.F32.BF16 R56, gdesc[UR8], R56 ;"
     assert lost_descriptors(GOOD + both) == ["HGMMA.64x64x16.F32.BF16 R56, gdesc[UR8], R56 "]
