@@ -1,0 +1,199 @@
+"""Do clips of moving emoji show the motion and the background that their prompts ask for?
+
+    python eval/moving_emoji.py --list eval/prompts                                           # writes the list
+    python eval/moving_emoji.py --paint outputs/real-clips                                    # real clips of the list
+    python eval/moving_emoji.py --score outputs/real-clips --out outputs/real-clips.json      # the judge's own test
+    python eval/moving_emoji.py --pipeline pipelines/wan-mhla-emoji --out outputs/clips.json  # draws, then scores
+
+The first two need data/emoji64.tar, which train/build_emoji.py makes.
+
+Motion is tracked in the pixels, by code that knows nothing of how clips are made. The protocol is in eval/README.md.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from mhla_diffusion.evaluation.moving.prompted import (
+    LIST,
+    Prompt,
+    ScoredClip,
+    read_prompts,
+    rows,
+    score_clip,
+    summary,
+    table,
+)
+from mhla_diffusion.pipelines.generation import generate
+from mhla_diffusion.pipelines.pictures import write_atomically
+from mhla_diffusion.pipelines.videos import read_video, save_video
+from mhla_diffusion.provenance import versions
+from mhla_diffusion.training.moving_emoji import MOTIONS, MovingEmoji
+from mhla_diffusion.weights import find_pipeline, fingerprint
+
+SEED = 20261
+EACH = {"heldout": 8, "train": 4}  # prompts of each motion
+TRIES = 20000
+SIZE, FPS = (17, 64, 64), 8
+
+
+def chosen(data: str) -> list[Prompt]:
+    """The same number of prompts for each motion; no caption twice, and no sprite twice where there are enough."""
+    listed = []
+    for split, each in EACH.items():
+        source = MovingEmoji(data, split, seed=SEED)
+        left = dict.fromkeys(MOTIONS, each)
+        often = -(-each * len(MOTIONS) // len(source.planner.choices))  # how often one sprite has to serve
+        captions, sprites = set(), Counter()
+        for number in range(TRIES):
+            plan = source.planner.plan(number)
+            named = f"{plan.style} " in plan.caption
+            if left[plan.motion] and named and plan.caption not in captions and sprites[plan.key] < often:
+                left[plan.motion] -= 1
+                captions.add(plan.caption)
+                sprites[plan.key] += 1
+                listed.append(Prompt(plan.caption, plan.motion, plan.background, plan.concept, split, number))
+            if not any(left.values()):
+                break
+        else:
+            raise ValueError(f"{data} has too few sprites of {split} for {each} prompts of each motion")
+    return listed
+
+
+def write_list(data: str, folder: Path) -> None:
+    scenes = chosen(data)
+    text = "".join(json.dumps(asdict(scene), ensure_ascii=False) + "\n" for scene in scenes)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / LIST.name, lambda file: file.write(text.encode()))
+    print(f"{len(scenes)} prompts written to {folder / LIST.name}")
+
+
+def paint(data: str, scenes: dict[str, Prompt], folder: Path) -> None:
+    """Real clips of the prompts, stored as those of `mhla generate` are."""
+    sources = {split: MovingEmoji(data, split, seed=SEED) for split in EACH}
+    for index, scene in enumerate(scenes.values()):
+        clips, (plan,) = sources[scene.split].clips([scene.number], SIZE)
+        if plan.caption != scene.prompt:
+            raise ValueError(
+                f"{data} is another set than the list was made of: clip {scene.number} is {plan.caption!r} there"
+            )
+        frames = clips[0].permute(1, 2, 3, 0).numpy()
+        save_video(frames, folder / f"{index:04d}.mp4", fps=FPS, settings={"prompt": scene.prompt, "seed": 0})
+    print(f"{len(scenes)} clips written to {folder}")
+
+
+def scored(folder: Path, scenes: dict[str, Prompt]) -> Iterator[ScoredClip]:
+    """The clips in a folder whose prompts are listed."""
+    for path in sorted(folder.glob("*.mp4")):
+        video = read_video(path)
+        scene = scenes.get((video.settings or {}).get("prompt"))
+        if scene is not None:
+            yield score_clip(video.frames, scene, int(video.settings.get("seed", 0)))
+
+
+def draw(args: argparse.Namespace, scenes: dict[str, Prompt], folder: Path) -> dict:
+    """Draws every prompt with every seed; clip i of seed s starts from noise seeded 1000 s + i."""
+    prompts = list(scenes)
+    for seed in args.seeds:
+        report = generate(
+            prompts,
+            pipeline=args.pipeline,
+            seeds=[1000 * seed + i for i in range(len(prompts))],
+            steps=args.steps,
+            guidance=args.guidance,
+            out=folder / f"seed-{seed}",
+            batch_size=args.batch_size,
+            device=args.device,
+        )
+        if report.failed:
+            index, reason = next(iter(report.failed.items()))
+            raise ValueError(f"{len(report.failed)} clips failed, first {prompts[index]!r}: {reason}")
+    return {
+        "pipeline": {"name": Path(args.pipeline).name, "sha256": fingerprint(find_pipeline(args.pipeline))},
+        "seeds": args.seeds,
+        "steps": args.steps,
+        "guidance": args.guidance,
+    }
+
+
+def evaluate(args: argparse.Namespace, scenes: dict[str, Prompt]) -> dict:
+    """Scores of a folder's clips, or of those that the pipeline draws."""
+    if args.limit:
+        kept = [name for split in EACH for name, s in list(scenes.items()) if s.split == split][: args.limit]
+        scenes = {name: scenes[name] for name in kept}
+    out = Path(args.out)
+    if args.pipeline:
+        folder = out.with_suffix("")
+        facts = draw(args, scenes, folder)
+        clips = []
+        for seed in args.seeds:
+            for clip in scored(folder / f"seed-{seed}", scenes):
+                clips.append(ScoredClip(clip.prompt, seed, clip.found, clip.flickering))
+    else:
+        facts = {"clips_of": Path(args.score).name}
+        clips = list(scored(Path(args.score), scenes))
+    if not clips:
+        raise ValueError(f"{args.score or args.pipeline}: none of the clips has a prompt of the list")
+    result = {
+        "what": "share of clips whose measured motion and background are those of the prompt",
+        **facts,
+        "prompts_sha256": hashlib.sha256("\n".join(scenes).encode()).hexdigest(),
+        "scores": summary(clips),
+        "versions": versions(),
+        "clips": rows(clips),
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomically(out, lambda file: file.write(text.encode()))
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--list", type=Path, metavar="FOLDER", help="write the list of prompts into it")
+    task.add_argument("--paint", type=Path, metavar="FOLDER", help="write real clips of the prompts into it")
+    task.add_argument("--score", metavar="FOLDER", help="score the mp4 files in it")
+    task.add_argument("--pipeline", help="draw the prompts with this pipeline, and score")
+    parser.add_argument("--data", default="data/emoji64.tar", help="for --list and --paint")
+    parser.add_argument("--prompts", type=Path, default=LIST, help="list of prompts")
+    parser.add_argument(
+        "--out", default="outputs/moving_emoji.json", help="result; clips lie in a folder beside it"
+    )
+    parser.add_argument("--seeds", default="0,1,2", help="default: %(default)s")
+    parser.add_argument("--steps", type=int, help="default: the pipeline's")
+    parser.add_argument("--guidance", type=float, help="default: the pipeline's")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--limit", type=int, default=0, help="of prompts, for a try")
+    args = parser.parse_args()
+    try:
+        args.seeds = [int(seed) for seed in str(args.seeds).split(",")]
+        if args.list:
+            write_list(args.data, args.list)
+            return 0
+        scenes = read_prompts(args.prompts)
+        if args.paint:
+            paint(args.data, scenes, args.paint)
+            return 0
+        result = evaluate(args, scenes)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    name = Path(args.score or args.pipeline).name
+    for split, found in result["scores"].items():
+        print(table({name: result["scores"]}, split))
+        print(f"with shuffled prompts: motion {100 * found['motion_with_shuffled_prompts']:.1f} %")
+    print(f"{args.out} written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
