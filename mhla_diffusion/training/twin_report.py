@@ -17,6 +17,7 @@ _KEPT = (
     "steps",
     "parameters",
     "flow_loss",
+    "motion",
     "prompts",
     "sheet",
     "data",
@@ -33,9 +34,28 @@ _MAY_DIFFER = (
     "seed",
     "parameters.",
     "flow_loss.",
+    "motion.",
     "settings.run.seed",
     "settings.model.transformer.",
 )
+_ABOUT = (
+    "Models that differ in their attention and nothing else; twins of one seed saw the same data, order, noise "
+    "and times, and weights that they share in name and shape started equal. `linear` is MHLA with a single "
+    "block, which is plain linear attention. `cpe` is a 3 x 3 depthwise convolution of the values, `gate` an "
+    "output gate."
+)
+# What the loss is the mean over, and what the splits are.
+_SETS = {
+    "pictures": (
+        "whole splits, on white,",
+        "`heldout`: concepts that were trained on in other styles only; `val`: concepts that were never trained on.",
+    ),
+    "clips": (
+        "clips of each split,",
+        "`heldout`: sprites with motions that they were never trained on with; `val`: concepts that were never "
+        "trained on.",
+    ),
+}
 _LABEL, _HEADER, _GAP = 150, 68, 4  # pixels: left of the rows, above them, between them
 
 
@@ -45,6 +65,10 @@ def write_report(
     order: Sequence[str],
     stem: str = "twins_emoji",
     *,
+    title: str = "Twins on the emoji set",
+    about: str = _ABOUT,
+    more: Sequence[str] = (),
+    unit: str = "pictures",
     splits: Mapping[str, str] | None = None,
     remarks: Sequence[str] = (),
 ) -> str:
@@ -52,6 +76,9 @@ def write_report(
 
     Args:
         order: names of twins in the order of the rows; others follow.
+        title, about: heading of the page, and what its twins are.
+        more: lines behind the table of losses.
+        unit: "pictures" or "clips", what a batch holds.
         splits: split of each prompt of the sheet, written above its column.
         remarks: sentences that go into the JSON and under the table.
 
@@ -68,7 +95,7 @@ def write_report(
     (target / f"{stem}.json").write_text(
         json.dumps(merged, indent=1, allow_nan=False) + "\n", encoding="utf-8"
     )
-    table = _page(results, common, runs, stem, remarks)
+    table = _page(results, common, runs, stem, remarks, (title, about, more, unit))
     (target / f"{stem}.md").write_text(table + "\n", encoding="utf-8")
     # A palette: the drawings have few colours, and the file takes a third of the space.
     _sheet(results, source, splits or {}).quantize(256).save(target / f"{stem}.png", optimize=True)
@@ -113,35 +140,43 @@ def _separate(flat: list[dict]) -> tuple[dict, list[dict]]:
     return common, [{key: value for key, value in f.items() if key not in common} for f in flat]
 
 
-def _page(results: list[dict], common: dict, runs: list[dict], stem: str, remarks: Sequence[str]) -> str:
+def _page(
+    results: list[dict],
+    common: dict,
+    runs: list[dict],
+    stem: str,
+    remarks: Sequence[str],
+    words: tuple[str, str, Sequence[str], str],
+) -> str:
+    title, about, more, unit = words
+    over, unseen = _SETS[unit]
     setting = {key.removeprefix("settings."): value for key, value in common.items()}
     unlike = sorted({key for run in runs for key in run if not key.startswith(_MAY_DIFFER)})
     lines = [
-        "# Twins on the emoji set",
+        f"# {title}",
         "",
-        "Models that differ in their attention and nothing else; twins of one seed saw the same data, order, noise "
-        "and times, and weights that they share in name and shape started equal. `linear` is MHLA with a single "
-        "block, which is plain linear attention. `cpe` is a 3 x 3 depthwise convolution of the values, `gate` an "
-        "output gate.",
+        about,
         "",
-        "The numbers are the flow-matching loss of the averaged (EMA) weights over whole splits, on white, the mean "
-        "over 16 fixed noise levels with fixed noise for each picture; lower is better. `train`: what was trained on; "
-        "`heldout`: concepts that were trained on in other styles only; `val`: concepts that were never trained on.",
+        f"The numbers are the flow-matching loss of the averaged (EMA) weights over {over} the mean "
+        f"over 16 fixed noise levels with fixed noise for each {unit[:-1]}; lower is better. `train`: what was trained "
+        f"on; {unseen}",
         "",
         *_run_table(results),
     ]
     spread = _seed_table(results)
     if spread:
         lines += ["", "Over the seeds: mean, and how far the highest lies above the lowest.", "", *spread]
+    if more:
+        lines += ["", *more]
     counts = {split: common.get(f"flow_loss.{split}.pictures") for split in _SPLITS}
     version = {
         name: common.get(f"environment.{name}") for name in ("torch", "triton", "diffusers", "transformers")
     }
     lines += [
         "",
-        f"Pictures measured: {', '.join(f'{split} {count}' for split, count in counts.items())}.",
+        f"{unit.capitalize()} measured: {', '.join(f'{split} {count}' for split, count in counts.items())}.",
         "",
-        f"Trained for {common.get('steps')} steps of {setting.get('run.batch_size')} pictures; learning rate "
+        f"Trained for {common.get('steps')} steps of {setting.get('run.batch_size')} {unit}; learning rate "
         f"{setting.get('optimizer.lr')}, {setting.get('optimizer.schedule')} schedule, EMA {setting.get('ema.decay')}, "
         f"{setting.get('run.mixed_precision')}. Device {common.get('environment.device')}; "
         f"{', '.join(f'{name} {number}' for name, number in version.items())}. All settings, and the loss at each "
@@ -151,7 +186,7 @@ def _page(results: list[dict], common: dict, runs: list[dict], stem: str, remark
         lines += ["", f"Not the same in all runs, beside attention and seed: {', '.join(unlike)}."]
     for remark in remarks:
         lines += ["", remark]
-    lines += ["", f"![One row of pictures for each run]({stem}.png)"]
+    lines += ["", f"![One row of {unit} for each run]({stem}.png)"]
     return "\n".join(lines)
 
 
