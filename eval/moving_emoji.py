@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from tqdm import tqdm
+
 from mhla_diffusion.evaluation.moving.prompted import (
     LIST,
     Prompt,
@@ -29,9 +31,11 @@ from mhla_diffusion.evaluation.moving.prompted import (
     summary,
     table,
 )
-from mhla_diffusion.pipelines.generation import generate
+from mhla_diffusion.pipelines.painter import choose_device, choose_dtype
 from mhla_diffusion.pipelines.pictures import write_atomically
-from mhla_diffusion.pipelines.videos import read_video, save_video
+from mhla_diffusion.pipelines.requests import Request
+from mhla_diffusion.pipelines.video_painter import video_painter
+from mhla_diffusion.pipelines.videos import as_frames, read_video, save_video
 from mhla_diffusion.provenance import versions
 from mhla_diffusion.training.moving_emoji import MOTIONS, MovingEmoji
 from mhla_diffusion.weights import find_pipeline, fingerprint
@@ -66,83 +70,86 @@ def chosen(data: str) -> list[Prompt]:
 
 
 def write_list(data: str, folder: Path) -> None:
-    scenes = chosen(data)
-    text = "".join(json.dumps(asdict(scene), ensure_ascii=False) + "\n" for scene in scenes)
+    listed = chosen(data)
+    text = "".join(json.dumps(asdict(entry), ensure_ascii=False) + "\n" for entry in listed)
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / LIST.name, lambda file: file.write(text.encode()))
-    print(f"{len(scenes)} prompts written to {folder / LIST.name}")
+    print(f"{len(listed)} prompts written to {folder / LIST.name}")
 
 
-def paint(data: str, scenes: dict[str, Prompt], folder: Path) -> None:
+def paint(data: str, listed: dict[str, Prompt], folder: Path) -> None:
     """Real clips of the prompts, stored as those of `mhla generate` are."""
     sources = {split: MovingEmoji(data, split, seed=SEED) for split in EACH}
-    for index, scene in enumerate(scenes.values()):
-        clips, (plan,) = sources[scene.split].clips([scene.number], SIZE)
-        if plan.caption != scene.prompt:
+    for index, entry in enumerate(listed.values()):
+        clips, (plan,) = sources[entry.split].clips([entry.number], SIZE)
+        if plan.caption != entry.prompt:
             raise ValueError(
-                f"{data} is another set than the list was made of: clip {scene.number} is {plan.caption!r} there"
+                f"{data} is another set than the list was made of: clip {entry.number} is {plan.caption!r} there"
             )
         frames = clips[0].permute(1, 2, 3, 0).numpy()
-        save_video(frames, folder / f"{index:04d}.mp4", fps=FPS, settings={"prompt": scene.prompt, "seed": 0})
-    print(f"{len(scenes)} clips written to {folder}")
+        save_video(frames, folder / f"{index:04d}.mp4", fps=FPS, settings={"prompt": entry.prompt, "seed": 0})
+    print(f"{len(listed)} clips written to {folder}")
 
 
-def scored(folder: Path, scenes: dict[str, Prompt]) -> Iterator[ScoredClip]:
+def scored(folder: Path, listed: dict[str, Prompt]) -> Iterator[ScoredClip]:
     """The clips in a folder whose prompts are listed."""
     for path in sorted(folder.glob("*.mp4")):
         video = read_video(path)
-        scene = scenes.get((video.settings or {}).get("prompt"))
-        if scene is not None:
-            yield score_clip(video.frames, scene, int(video.settings.get("seed", 0)))
+        entry = listed.get((video.settings or {}).get("prompt"))
+        if entry is not None:
+            yield score_clip(video.frames, entry, int(video.settings.get("seed", 0)))
 
 
-def draw(args: argparse.Namespace, scenes: dict[str, Prompt], folder: Path) -> dict:
-    """Draws every prompt with every seed; clip i of seed s starts from noise seeded 1000 s + i."""
-    prompts = list(scenes)
-    for seed in args.seeds:
-        report = generate(
-            prompts,
-            pipeline=args.pipeline,
-            seeds=[1000 * seed + i for i in range(len(prompts))],
-            steps=args.steps,
-            guidance=args.guidance,
-            out=folder / f"seed-{seed}",
-            batch_size=args.batch_size,
-            device=args.device,
-        )
-        if report.failed:
-            index, reason = next(iter(report.failed.items()))
-            raise ValueError(f"{len(report.failed)} clips failed, first {prompts[index]!r}: {reason}")
-    return {
-        "pipeline": {"name": Path(args.pipeline).name, "sha256": fingerprint(find_pipeline(args.pipeline))},
-        "seeds": args.seeds,
-        "steps": args.steps,
-        "guidance": args.guidance,
+def drawn(args: argparse.Namespace, listed: dict[str, Prompt], facts: dict) -> Iterator[ScoredClip]:
+    """A clip of every prompt with every seed, as `mhla generate` makes it; notes in `facts` how it was made.
+
+    Clip i of seed s starts from noise seeded 1000 s + i. Nothing is written but with --keep, so no encoder is needed.
+    """
+    folder = find_pipeline(args.pipeline)
+    device = choose_device(args.device)
+    sha256, dtype = fingerprint(folder), choose_dtype("auto", device)
+    painter = video_painter(folder)(folder, sha256, device, dtype)
+    requests = [
+        (Request(i, prompt, 1000 * seed + i, args.steps, args.guidance, dtype=dtype, suffix=".mp4"), seed)
+        for seed in args.seeds
+        for i, prompt in enumerate(listed)
+    ]
+    painter.check(requests[0][0])
+    settings = painter.settings(requests[0][0])
+    facts["pipeline"] = {"name": folder.name, "sha256": sha256}
+    facts |= {
+        name: settings[name] for name in ("steps", "guidance", "frames", "dtype", "device", "scheduler")
     }
+    facts["seeds"] = args.seeds
+    with tqdm(total=len(requests), unit="clip", disable=None) as bar:
+        for start in range(0, len(requests), args.batch_size):
+            batch = requests[start : start + args.batch_size]
+            clips = painter.draw([request for request, _ in batch])
+            for (request, seed), clip in zip(batch, clips, strict=True):
+                if args.keep:
+                    painter.save(clip, args.keep / request.file_name, request)
+                yield score_clip(as_frames(clip), listed[request.prompt], seed)
+            bar.update(len(batch))
 
 
-def evaluate(args: argparse.Namespace, scenes: dict[str, Prompt]) -> dict:
+def evaluate(args: argparse.Namespace, listed: dict[str, Prompt]) -> dict:
     """Scores of a folder's clips, or of those that the pipeline draws."""
     if args.limit:
-        kept = [name for split in EACH for name, s in list(scenes.items()) if s.split == split][: args.limit]
-        scenes = {name: scenes[name] for name in kept}
+        kept = [name for split in EACH for name, s in list(listed.items()) if s.split == split][: args.limit]
+        listed = {name: listed[name] for name in kept}
     out = Path(args.out)
+    facts = {}
     if args.pipeline:
-        folder = out.with_suffix("")
-        facts = draw(args, scenes, folder)
-        clips = []
-        for seed in args.seeds:
-            for clip in scored(folder / f"seed-{seed}", scenes):
-                clips.append(ScoredClip(clip.prompt, seed, clip.found, clip.flickering))
+        clips = list(drawn(args, listed, facts))
     else:
-        facts = {"clips_of": Path(args.score).name}
-        clips = list(scored(Path(args.score), scenes))
+        facts["clips_of"] = Path(args.score).name
+        clips = list(scored(Path(args.score), listed))
     if not clips:
         raise ValueError(f"{args.score or args.pipeline}: none of the clips has a prompt of the list")
     result = {
         "what": "share of clips whose measured motion and background are those of the prompt",
         **facts,
-        "prompts_sha256": hashlib.sha256("\n".join(scenes).encode()).hexdigest(),
+        "prompts_sha256": hashlib.sha256("\n".join(listed).encode()).hexdigest(),
         "scores": summary(clips),
         "versions": versions(),
         "clips": rows(clips),
@@ -164,13 +171,12 @@ def main() -> int:
     task.add_argument("--pipeline", help="draw the prompts with this pipeline, and score")
     parser.add_argument("--data", default="data/emoji64.tar", help="for --list and --paint")
     parser.add_argument("--prompts", type=Path, default=LIST, help="list of prompts")
-    parser.add_argument(
-        "--out", default="outputs/moving_emoji.json", help="result; clips lie in a folder beside it"
-    )
+    parser.add_argument("--out", default="outputs/moving_emoji.json", help="result (default: %(default)s)")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="with --pipeline, write the clips there")
     parser.add_argument("--seeds", default="0,1,2", help="default: %(default)s")
     parser.add_argument("--steps", type=int, help="default: the pipeline's")
     parser.add_argument("--guidance", type=float, help="default: the pipeline's")
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=48)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--limit", type=int, default=0, help="of prompts, for a try")
     args = parser.parse_args()
@@ -179,11 +185,11 @@ def main() -> int:
         if args.list:
             write_list(args.data, args.list)
             return 0
-        scenes = read_prompts(args.prompts)
+        listed = read_prompts(args.prompts)
         if args.paint:
-            paint(args.data, scenes, args.paint)
+            paint(args.data, listed, args.paint)
             return 0
-        result = evaluate(args, scenes)
+        result = evaluate(args, listed)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -68,11 +68,16 @@ def test_a_pipeline_is_drawn_and_scored(call, short_list, tmp_path):
     )  # fmt: skip
     pipe.save_pretrained(folder)
     arguments = ["--prompts", short_list, "--pipeline", folder, "--out", out, "--limit", 2, "--seeds", "0,1"]
+    arguments += ["--keep", tmp_path / "kept", "--batch-size", 3, "--device", "cpu"]
     assert call(*arguments) == 0
     found = json.loads(out.read_text())
     assert found["scores"]["train"]["clips"] == 4 and set(found["scores"]["train"]["seeds"]) == {"0", "1"}
     assert found["pipeline"]["name"] == "pipe" and len(found["pipeline"]["sha256"]) == 64
-    assert len(list((tmp_path / "drawn" / "seed-1").glob("*.mp4"))) == 2
+    assert found["steps"] == 1 and found["frames"] == 5 and found["dtype"] == "float32"
+    assert len(list((tmp_path / "kept").glob("*.mp4"))) == 4
+    assert call("--prompts", short_list, "--score", tmp_path / "kept", "--out", tmp_path / "again.json") == 0
+    again = json.loads((tmp_path / "again.json").read_text())
+    assert again["scores"]["train"]["clips"] == 4
 
 
 def test_a_set_of_too_few_sprites_is_refused(program, monkeypatch, tmp_path):
