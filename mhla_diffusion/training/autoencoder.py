@@ -46,7 +46,10 @@ class AutoencoderRecipe:
     seed: int = 0
     compile: bool = False
     log_every: int = 200
-    max_minutes: float = 0.0  # 0: no limit; else stop in time and save
+    channels_last: bool = False  # clips: layout of the convolutions, which changes their speed on a GPU
+    max_minutes: float = (
+        0.0  # 0: no limit; else stop in time and save, the rate falling as if that were the last step
+    )
 
 
 def augment(rgba: Tensor, generator: torch.Generator) -> Tensor:
@@ -172,18 +175,23 @@ def fit(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(autoencoder.parameters(), 1.0)
         optimizer.step()
+        minutes = (time.monotonic() - start) / 60
+        done = step / recipe.steps
+        if recipe.max_minutes:
+            done = min(1.0, max(done, minutes / recipe.max_minutes))
+        # Where the schedule is, by step or by time.
+        schedule.last_epoch = max(step, int(done * recipe.steps)) - 1
         schedule.step()
         ema.step(autoencoder.parameters())
-        if step % recipe.log_every == 0 or step == recipe.steps:
-            minutes = (time.monotonic() - start) / 60
+        if step % recipe.log_every == 0 or done == 1:
             history.append({"step": step, "loss": loss.item(), "minutes": round(minutes, 3)})
             print(f"step {step}/{recipe.steps} loss {history[-1]['loss']:.4f} {minutes:.1f} min", flush=True)
             if not torch.isfinite(loss):
                 raise FloatingPointError(
                     f"autoencoder loss is not finite at step {step}; lower lr and start again"
                 )
-            if recipe.max_minutes and minutes > recipe.max_minutes:
-                break
+        if done == 1:
+            break
     ema.copy_to(autoencoder.parameters())
     autoencoder.eval()
     return {"steps_run": step, "minutes": round((time.monotonic() - start) / 60, 2), "history": history}

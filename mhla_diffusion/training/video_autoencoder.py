@@ -31,6 +31,14 @@ def build(recipe: AutoencoderRecipe) -> AutoencoderKLWan:
     return autoencoder
 
 
+def lay_channels_last(module: torch.nn.Module) -> None:
+    """Kernels of convolutions with channels last in memory, in place; what they compute then is laid out so, too."""
+    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for parameter in module.parameters():
+        if parameter.ndim in layouts:
+            parameter.data = parameter.data.contiguous(memory_format=layouts[parameter.ndim])
+
+
 def mean_of(autoencoder: AutoencoderKLWan, pixels: Tensor) -> Tensor:
     """Latents `(B, C, frames, h, w)` of pixels `(B, 3, F, H, W)` in [-1, 1]."""
     return autoencoder.encode(pixels).latent_dist.mode()
@@ -94,6 +102,8 @@ def train_video_autoencoder(recipe: AutoencoderRecipe, device: str) -> dict:
     """
     torch.manual_seed(recipe.seed)
     autoencoder = build(recipe).to(device)
+    if recipe.channels_last:
+        lay_channels_last(autoencoder)
     if recipe.compile:
         autoencoder.encoder.compile()
         autoencoder.decoder.compile()
@@ -114,7 +124,8 @@ def train_video_autoencoder(recipe: AutoencoderRecipe, device: str) -> dict:
     def decode(latents: Tensor) -> Tensor:
         return autoencoder.decode(latents).sample
 
-    done = fit(recipe, autoencoder, encode, decode, batch, device)
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):  # few shapes, each met at every step
+        done = fit(recipe, autoencoder, encode, decode, batch, device)
     with torch.compiler.set_stance("force_eager"):  # other batch sizes are not worth a compilation
         ahead = range(recipe.steps * recipe.batch_size, recipe.steps * recipe.batch_size + VALIDATION_CLIPS)
         mean, std = spread(autoencoder, clips.clips(ahead, (frames, height, width))[0])

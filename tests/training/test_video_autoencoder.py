@@ -7,6 +7,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file
 
+from mhla_diffusion.training import autoencoder
 from mhla_diffusion.training.autoencoder import AutoencoderRecipe, reconstruction_loss, run
 from mhla_diffusion.training.recipe import read_table
 from mhla_diffusion.training.video_autoencoder import as_input, build, mean_of, quality, spread
@@ -33,13 +34,13 @@ def trained(tmp_path_factory):
 
 def test_the_recipe_compresses_as_the_pipeline_needs():
     recipe = read_table(RECIPE, AutoencoderRecipe)
-    autoencoder = build(recipe)
+    vae = build(recipe)
     with torch.no_grad():
-        latents = autoencoder.encode(torch.zeros(1, 3, 5, 16, 16)).latent_dist
+        latents = vae.encode(torch.zeros(1, 3, 5, 16, 16)).latent_dist
         assert latents.mode().shape == (1, 8, 2, 4, 4)
         assert torch.allclose(latents.std, torch.full_like(latents.std, recipe.latent_noise))
-        assert autoencoder.decode(latents.mode()).sample.shape == (1, 3, 5, 16, 16)
-    bytes_ = 2 * sum(parameter.numel() for parameter in autoencoder.parameters())
+        assert vae.decode(latents.mode()).sample.shape == (1, 3, 5, 16, 16)
+    bytes_ = 2 * sum(parameter.numel() for parameter in vae.parameters())
     assert bytes_ < 2.5 * 2**20  # of the ten that the whole pipeline may have
 
 
@@ -61,14 +62,14 @@ def test_a_short_run_learns_saves_and_reports(trained):
 def test_figures_by_their_definitions():
     torch.manual_seed(0)
     recipe = read_table(RECIPE, AutoencoderRecipe, SMALL)
-    autoencoder = build(recipe)
+    vae = build(recipe)
     clips = torch.zeros(3, 3, 5, 16, 16, dtype=torch.uint8)
     clips[:, 0] = 90
     clips[:, :, :, 4:9, 4:9] = torch.randint(0, 256, (3, 3, 5, 5, 5), dtype=torch.uint8)
-    decoded = (autoencoder.decode(mean_of(autoencoder, as_input(clips))).sample + 1) * 127.5
+    decoded = (vae.decode(mean_of(vae, as_input(clips))).sample + 1) * 127.5
     error = (decoded - clips).double().square()
     whole = 10 * torch.log10(255**2 / error.mean((1, 2, 3, 4)))
-    found = quality(autoencoder, clips, batch_size=2)
+    found = quality(vae, clips, batch_size=2)
     assert found["psnr_db"]["mean"] == pytest.approx(whole.mean().item(), rel=1e-4)
     assert found["psnr_db"]["min"] == pytest.approx(whole.min().item(), rel=1e-4)
     object_ = 10 * torch.log10(255**2 / error[..., 4:9, 4:9].mean((1, 2, 3, 4)))
@@ -78,8 +79,8 @@ def test_figures_by_their_definitions():
     assert found["flicker_of_the_clips"] == pytest.approx(
         clips.float().diff(dim=2).abs().mean().item(), rel=1e-4
     )
-    mean, std = spread(autoencoder, clips, batch_size=2)
-    latents = mean_of(autoencoder, as_input(clips)).transpose(0, 1).flatten(1)
+    mean, std = spread(vae, clips, batch_size=2)
+    latents = mean_of(vae, as_input(clips)).transpose(0, 1).flatten(1)
     assert mean == pytest.approx(latents.mean(1).tolist(), abs=1e-3)
     assert std == pytest.approx(latents.std(1).tolist(), abs=1e-3)
 
@@ -92,3 +93,19 @@ def test_edges_between_frames_count():
     square = still.square().mean()
     assert torch.isclose(reconstruction_loss(still, target, recipe), square)
     assert torch.isclose(reconstruction_loss(moving, target, recipe), moving.square().mean() + 0.5)
+
+
+def test_a_limit_of_time_ends_the_run_with_a_small_rate(tmp_path, monkeypatch):
+    clock = iter(range(0, 10**6, 10))  # ten seconds a look
+    monkeypatch.setattr(autoencoder.time, "monotonic", lambda: float(next(clock)))
+    rates = []
+    step = torch.optim.AdamW.step
+    monkeypatch.setattr(
+        torch.optim.AdamW,
+        "step",
+        lambda self, *rest: (rates.append(self.param_groups[0]["lr"]), step(self, *rest))[1],
+    )
+    options = [*SMALL, f"out={tmp_path}", "steps=1000", "warmup=100", "max_minutes=1.5", "log_every=100"]
+    figures = run(RECIPE, options, device="cpu")
+    assert figures["steps_run"] == 9 and figures["history"][-1]["step"] == 9
+    assert max(rates) == pytest.approx(2e-3, rel=0.05) and rates[-1] < 0.1 * max(rates)
