@@ -23,7 +23,7 @@ from diffusers.models.attention_processor import (
 from torch import nn
 
 from .blocks import effective_block_grid
-from .mixing import BlockMixing
+from .mixing import BlockMixing, handed_out
 from .ops import mhla_attention
 
 # SiLU(GATE_SHIFT) = 1: a gate whose projection is zero changes nothing, and weight decay pulls it there.
@@ -51,7 +51,7 @@ class OutputScale(nn.Module):
         self.weight.fill_(1.0)
 
     def forward(self) -> torch.Tensor:
-        return self.weight.view_as(self.weight)  # an alias, see BlockMixing.forward
+        return handed_out(self, self.weight)
 
 
 class NeutralLinear(nn.Linear):

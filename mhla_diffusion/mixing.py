@@ -22,6 +22,7 @@ __all__ = [
     "INITS",
     "NORMALIZATIONS",
     "clip_mixings",
+    "handed_out",
     "initial_mixing",
     "interpolate_mixing",
     "learnable_mixings",
@@ -152,6 +153,15 @@ def interpolate_mixing(
         return rows @ matrix @ spread
 
 
+def handed_out(owner: nn.Module, tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter or buffer that `owner.forward` returns for others to read.
+
+    Offloading by leaves takes its data away when `forward` returns, and with a stream hands the memory to the next
+    weights while kernels that read it still wait: under such hooks this is a copy.
+    """
+    return tensor.clone() if hasattr(owner, "_diffusers_hook") else tensor
+
+
 class BlockMixing(nn.Module):
     """Learned coefficients between blocks.
 
@@ -197,8 +207,7 @@ class BlockMixing(nn.Module):
 
     def forward(self, block_grid: Sequence[int] | None = None) -> torch.Tensor:
         """The float32 matrix `(M, M)` or `(H, M, M)`; interpolated when the grid at hand holds fewer blocks."""
-        # An alias, not the parameter: leaf-level offloading takes the parameter's data away when this returns.
-        matrix = self.weight.float().view_as(self.weight)
+        matrix = handed_out(self, self.weight).float()
         if block_grid is None or tuple(block_grid) == self.block_grid:
             return matrix
         if not self._told_smaller and not torch.compiler.is_compiling():

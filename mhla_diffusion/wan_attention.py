@@ -24,6 +24,7 @@ from .attention import (
     SoftmaxSelfAttention,
 )
 from .blocks import effective_block_grid
+from .mixing import handed_out
 from .ops import mhla_attention
 from .ops.rotation import GridRope
 
@@ -69,8 +70,8 @@ class AcrossHeadsNorm(nn.RMSNorm):
         return own
 
     def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
-        """RMSNorm of x `(B, N, C)`; without x an alias of the weight `(C,)`."""
-        return self.weight.view_as(self.weight) if x is None else super().forward(x)
+        """RMSNorm of x `(B, N, C)`; without x the weight `(C,)`."""
+        return handed_out(self, self.weight) if x is None else super().forward(x)
 
 
 class ProjectedNorm(nn.RMSNorm):

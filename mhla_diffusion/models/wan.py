@@ -11,6 +11,7 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed, Wan
 from torch import nn
 
 from ..attention import GridSelfAttention
+from ..mixing import handed_out
 from ..wan_attention import MHLAWanAttention, SoftmaxWanAttention, WanPositions
 from .mixin import MHLAModelMixin
 
@@ -62,9 +63,7 @@ class MHLAWanRotaryPosEmbed(WanRotaryPosEmbed):
                     f"build or load the model with rope_max_seq_len={tokens}, or give smaller videos"
                 )
         cos, sin = super().forward(hidden_states)
-        # An alias, not the buffer: offloading takes the buffer's data away when this returns.
-        frequencies = self.frequencies.view_as(self.frequencies)
-        return WanPositions(cos, sin, frequencies, hidden_states.new_empty(0, *grid))
+        return WanPositions(cos, sin, handed_out(self, self.frequencies), hidden_states.new_empty(0, *grid))
 
 
 class MHLAWanTransformerBlock(WanTransformerBlock):
