@@ -1,7 +1,8 @@
 """The command `mhla`. Each subcommand checks what was typed and calls the library, which does the work.
 
 Exit status: 0 done; 1 some prompts failed, the others are drawn; 2 a mistake in what was typed, nothing was
-done; 3 weights are missing; 4 a part of a protocol failed, the others are scored; 130 interrupted. Heavy modules are imported only by the subcommand that needs them.
+done; 3 weights are missing; 4 a part of a protocol failed, the others are scored; 130 interrupted. Heavy modules
+are imported only by the subcommand that needs them.
 """
 
 import argparse
@@ -88,8 +89,10 @@ def add_generate(commands) -> None:
     add = parser.add_argument
     add("prompts", nargs="*", metavar="PROMPT", help="what to draw; of a DiT, names or numbers of classes")
     add("--prompts", dest="prompt_file", metavar="FILE", help="text file with one prompt a line")
+    add("--vbench-plan", metavar="PLAN.json",
+        help="what `mhla eval vbench plan` wrote: its prompts, seeds and file names")  # fmt: skip
     add("--pipeline", default=DEFAULT_PIPELINE, help="folder or name of a pipeline (default: %(default)s)")
-    add("--seed", "--seeds", dest="seeds", type=number_list, default=[0], metavar="N[,N...]",
+    add("--seed", "--seeds", dest="seeds", type=number_list, metavar="N[,N...]",
         help="one seed for all prompts or one per prompt, joined by commas (default: 0)")  # fmt: skip
     add("--steps", type=int, help="denoising steps (default: the pipeline's)")
     add("--guidance", type=float, help="classifier-free guidance scale (default: the pipeline's)")
@@ -113,13 +116,27 @@ def run_generate(args: argparse.Namespace) -> int:
     from mhla_diffusion.pipelines.generation import generate
     from mhla_diffusion.pipelines.requests import read_prompts
 
-    if bool(args.prompts) == bool(args.prompt_file):
-        raise ValueError('give either prompts or a file of them: mhla generate "a 3D emoji of a red apple"')
-    prompts = read_prompts(args.prompt_file) if args.prompt_file else args.prompts
+    if sum(map(bool, (args.prompts, args.prompt_file, args.vbench_plan))) != 1:
+        raise ValueError(
+            'give either prompts or a file of them or a plan: mhla generate "a 3D emoji of a red apple"'
+        )
+    names = None
+    if args.vbench_plan:
+        from mhla_diffusion.evaluation.vbench.plan import read_plan
+
+        if args.seeds is not None:
+            raise ValueError(
+                "the plan has a seed for each video: leave --seed out, or make a plan with another"
+            )
+        videos = read_plan(args.vbench_plan)["videos"]
+        prompts, args.seeds, names = ([row[key] for row in videos] for key in ("prompt", "seed", "file"))
+    else:
+        prompts = read_prompts(args.prompt_file) if args.prompt_file else args.prompts
     report = generate(
         prompts,
         pipeline=args.pipeline,
-        seeds=args.seeds,
+        seeds=args.seeds if args.seeds is not None else [0],
+        names=names,
         steps=args.steps,
         guidance=args.guidance,
         height=args.height,

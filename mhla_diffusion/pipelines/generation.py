@@ -14,6 +14,7 @@ from mhla_diffusion.loading import check_layout
 from mhla_diffusion.pipelines.pictures import contact_sheet, read_settings, write_atomically
 from mhla_diffusion.pipelines.requests import (
     Request,
+    check_names,
     check_numbers,
     check_prompts,
     check_video,
@@ -52,6 +53,7 @@ def generate(
     *,
     pipeline: str | os.PathLike = DEFAULT_PIPELINE,
     seeds: int | Sequence[int] = (0,),
+    names: Sequence[str] | None = None,
     steps: int | None = None,
     guidance: float | None = None,
     height: int | None = None,
@@ -72,6 +74,9 @@ def generate(
 
     Of a text-to-video pipeline (Wan, SANA-Video), `.mp4` files of `frames` frames, `fps` a second, and with `gif` the
     same as a GIF. At a time `batch_size` are made, None: 4 pictures or 1 video.
+
+    With `names`, files have those and no JSON beside them, which programs that read a folder of videos would take for
+    one; the settings are inside.
 
     `offload`, "model" or "sequential", keeps weights that do not compute in the machine's memory.
 
@@ -100,6 +105,9 @@ def generate(
     video = makes_videos(folder)
     check_video(video, frames, fps, gif)
     batch_size = batch_size or (1 if video else 4)
+    suffix = ".mp4" if video else ".png"
+    if names is not None:
+        check_names(names, len(prompts), suffix)
 
     # Imported late: torch and Diffusers take seconds, and mistakes should be named at once.
     from mhla_diffusion.pipelines.painter import Painter, check_offload, choose_device, choose_dtype
@@ -129,7 +137,8 @@ def generate(
             chosen_dtype,
             frames,
             fps,
-            suffix=".mp4" if video else ".png",
+            suffix,
+            names[index] if names is not None else None,
         )
         path = out / request.file_name
         if not request.prompt:

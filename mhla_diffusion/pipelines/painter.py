@@ -122,7 +122,7 @@ class Painter:
 
     def save(self, image: Image.Image, path: Path, request: Request) -> None:
         """Write what `draw` made, with its settings."""
-        save_picture(image, path, self.settings(request))
+        save_picture(image, path, self.settings(request), beside=request.name is None)
 
     def stock_arguments(self) -> dict[str, Any]:
         """What the stock pipeline must be told and ours does by itself."""

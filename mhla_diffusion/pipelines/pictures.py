@@ -17,7 +17,8 @@ SETTINGS_KEY = "mhla_diffusion"
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     """Call `write(file)` on a new file that takes the place of `path` only once it is complete."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    # A name may be as long as file systems take; so many letters of it are at most 200 bytes.
+    part = path.with_name(f".{path.name[-50:]}.{os.getpid()}.part")
     try:
         with open(part, "wb") as file:
             write(file)
@@ -26,15 +27,16 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         part.unlink(missing_ok=True)
 
 
-def save_picture(image: Image.Image, path: Path, settings: dict[str, Any]) -> None:
-    """Write `path` (a PNG with `settings` inside) and the same settings as JSON beside it.
+def save_picture(image: Image.Image, path: Path, settings: dict[str, Any], *, beside: bool = True) -> None:
+    """Write `path` (a PNG with `settings` inside) and, if `beside`, the same settings as JSON beside it.
 
     The PNG is written last and each file appears whole or not at all, so a PNG that exists is finished.
     """
     text = json.dumps(settings, ensure_ascii=False, indent=2)
     chunk = PngInfo()
     chunk.add_itxt(SETTINGS_KEY, json.dumps(settings, ensure_ascii=False))
-    write_atomically(path.with_suffix(".json"), lambda file: file.write(f"{text}\n".encode()))
+    if beside:
+        write_atomically(path.with_suffix(".json"), lambda file: file.write(f"{text}\n".encode()))
     write_atomically(path, lambda file: image.save(file, format="PNG", pnginfo=chunk))
 
 

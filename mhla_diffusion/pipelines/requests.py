@@ -32,10 +32,11 @@ class Request:
     frames: int | None = None
     fps: float | None = None
     suffix: str = ".png"
+    name: str | None = None  # of its file, where it is given
 
     @property
     def file_name(self) -> str:
-        return f"{self.index:04d}_{slug(self.prompt)}_{self.seed}{self.suffix}"
+        return self.name or f"{self.index:04d}_{slug(self.prompt)}_{self.seed}{self.suffix}"
 
     def differences(self, settings: dict[str, Any], pipeline_sha256: str) -> list[str]:
         """In what a picture with these settings differs from the one asked for; empty if it is that one."""
@@ -106,6 +107,21 @@ def match_seeds(seeds: Sequence[int], count: int) -> list[int]:
             f"give one seed for all, or {count} joined by commas"
         )
     return list(seeds)
+
+
+def check_names(names: Sequence[str], count: int, suffix: str) -> None:
+    """Raise ValueError unless these can be the names of `count` files, each its own, that end in `suffix`."""
+    if len(names) != count:
+        raise ValueError(f"{len(names)} file names for {count} prompts: give one for each")
+    for name in names:
+        if "/" in name or os.sep in name or not name.endswith(suffix) or name.startswith("."):
+            raise ValueError(
+                f"{name!r} cannot be the name of a file here: give names without folders that end in {suffix}, "
+                "which text-to-video pipelines write as .mp4 and others as .png"
+            )
+    if len(set(names)) != count:
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the file name {twice!r} is there twice: give each prompt its own")
 
 
 def is_whole(value) -> bool:

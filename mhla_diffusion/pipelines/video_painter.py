@@ -99,7 +99,9 @@ class VideoPainter(Painter):
         return super().settings(request) | more
 
     def save(self, video: np.ndarray, path: Path, request: Request) -> None:
-        save_video(video, path, fps=self.values(request)["fps"], settings=self.settings(request))
+        alone = request.name is not None
+        fps = self.values(request)["fps"]
+        save_video(video, path, fps=fps, settings=self.settings(request), beside=not alone)
 
 
 class SanaVideoPainter(VideoPainter):

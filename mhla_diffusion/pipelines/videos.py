@@ -147,6 +147,7 @@ def save_video(
     fps: float = 16,
     settings: dict[str, Any] | None = None,
     quality: int = QUALITY,
+    beside: bool = True,
 ) -> Path:
     """Write a video as `path` says: `.mp4` (H.264), `.gif`, or without a suffix a folder of numbered PNGs.
 
@@ -158,6 +159,7 @@ def save_video(
         fps: frames a second. GIFs count in hundredths of a second, and keep the whole duration.
         quality: of H.264, from 0 (lossless) to 51. An odd width or height has its last column or row twice in the mp4,
             since H.264 wants even sides; `read_video` takes it off again.
+        beside: whether the JSON is written.
 
     Returns the path. Raises ValueError for what cannot be written.
     """
@@ -182,7 +184,7 @@ def save_video(
     if write is write_gif and fps > FASTEST_GIF:
         raise ValueError(f"fps is {fps}: a GIF shows at most {FASTEST_GIF} frames a second, write an mp4")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if write is not write_folder:
+    if beside and write is not write_folder:
         text = json.dumps(settings, ensure_ascii=False, indent=2)
         write_atomically(path.with_suffix(".json"), lambda file: file.write(f"{text}\n".encode()))
     write(frames, path, fps, settings, quality)

@@ -165,3 +165,85 @@ def test_with_weights_off_the_gpu_the_videos_are_the_same(folder, tmp_path, offl
     ]
     one, other = (read_video(report.drawn[0]).frames.astype(int) for report in made)
     assert np.abs(one - other).max() <= 3
+
+
+def vbench_plan(folder, *options):
+    records = [
+        {"prompt_en": "a red apple", "dimension": ["motion_smoothness"]},
+        {"prompt_en": "two blue emoji, " + "very " * 40 + "long", "dimension": ["temporal_flickering"]},
+    ]
+    (folder / "info.json").write_text(json.dumps(records))
+    line = ["eval", "vbench", "plan", str(folder / "plan.json"), "--prompts", str(folder / "info.json")]
+    assert main([*line, "--samples", "2", "--flicker-samples", "1", "--seed", "5", *options]) == 0
+    return json.loads((folder / "plan.json").read_text())["videos"]
+
+
+def test_a_vbench_plan_is_drawn_whole_and_goes_on(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = vbench_plan(tmp_path)
+    line = ["generate", "--vbench-plan", "plan.json", "--pipeline", str(folder), "--device", "cpu"]
+    assert main([*line, "--out", "videos"]) == 0
+    assert sorted(path.name for path in (tmp_path / "videos").iterdir()) == sorted(r["file"] for r in rows)
+    assert "a red apple-1.mp4" in [row["file"] for row in rows] and len(rows[2]["file"]) > 220
+    for row in rows:
+        settings = read_video_settings(tmp_path / "videos" / row["file"])
+        assert (settings["prompt"], settings["seed"]) == (row["prompt"], row["seed"])
+    assert [row["seed"] for row in rows] == [5, 6, 5]
+    check = ["eval", "vbench", "check", "videos", "--plan", "plan.json", "--fps", "8", "--size", "48", "32"]
+    assert main(check) == 0
+    # The same as a video of its own.
+    alone = generate(["a red apple"], pipeline=folder, seeds=[6], out=tmp_path / "alone", device="cpu")
+    frames = [read_video(path).frames for path in (alone.drawn[0], tmp_path / "videos" / "a red apple-1.mp4")]
+    assert (frames[0] == frames[1]).all()
+    (tmp_path / "videos" / rows[1]["file"]).unlink()
+    capsys.readouterr()
+    assert main([*line, "--out", "videos"]) == 0
+    assert capsys.readouterr().out == "1 drawn, 2 there already in videos\n"
+    assert main([*line, "--out", "videos", "--steps", "1"]) == 2
+    assert "steps 2 there, 1 asked" in capsys.readouterr().err
+
+
+def test_a_longer_prompt_is_drawn_under_the_name_of_the_original(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "long.txt").write_text("a red apple on a table\ntwo emoji\n")
+    rewritten = ["--rewritten", "long.txt", "--dimensions", "motion_smoothness"]
+    assert len(vbench_plan(tmp_path, *rewritten)) == 2
+    line = ["generate", "--vbench-plan", "plan.json", "--pipeline", str(folder), "--device", "cpu"]
+    assert main([*line, "--out", "videos"]) == 0
+    names = sorted(path.name for path in (tmp_path / "videos").iterdir())
+    assert names == ["a red apple-0.mp4", "a red apple-1.mp4"]
+    assert (
+        read_video_settings(tmp_path / "videos" / "a red apple-0.mp4")["prompt"] == "a red apple on a table"
+    )
+
+
+def test_what_a_plan_cannot_be_drawn_with_is_named_before_anything_is_drawn(
+    folder, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    vbench_plan(tmp_path)
+    line = ["generate", "--vbench-plan", "plan.json", "--pipeline", str(folder), "--out", "videos"]
+    for more, told in (
+        (["--seed", "3"], "leave --seed out"),
+        (["a prompt"], "give either prompts or a file"),
+        (["--prompts", "x.txt"], "give either prompts or a file"),
+    ):
+        assert main([*line[:3], *more, *line[3:]] if more[0][0] != "-" else [*line, *more]) == 2
+        assert told in capsys.readouterr().err
+    for change, told in (
+        ({"file": "../a.mp4"}, "cannot be the name of a file here"),
+        ({"file": "a.gif"}, "end in .mp4"),
+        ({"file": "a red apple-1.mp4"}, "there twice"),
+        ({"seed": 1.5}, "no plan of this version"),
+        ({"dimensions": ["motion"]}, "no plan of this version"),
+    ):
+        vbench_plan(tmp_path)
+        plan = json.loads((tmp_path / "plan.json").read_text())
+        plan["videos"][0] |= change
+        (tmp_path / "plan.json").write_text(json.dumps(plan))
+        capsys.readouterr()
+        assert main(line) == 2
+        assert told in capsys.readouterr().err
+    assert not (tmp_path / "videos").exists()
+    with pytest.raises(ValueError, match="1 file names for 2 prompts"):
+        generate(PROMPTS, pipeline=folder, names=["a.mp4"], device="cpu", out=tmp_path / "videos")

@@ -127,8 +127,12 @@ def read_plan(path: str | Path) -> dict:
         raise ValueError(f"there is no plan {path}: make one with mhla eval vbench plan {path.name}")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if found["schema_version"] != SCHEMA or not all(row["file"] for row in found["videos"]):
+        if found["schema_version"] != SCHEMA or not found["videos"]:
             raise KeyError("schema_version")
+        for row in found["videos"]:
+            texts = isinstance(row["file"], str) and isinstance(row["prompt"], str) and row["file"]
+            if not texts or type(row["seed"]) is not int or not set(row["dimensions"]) <= DIMENSIONS.keys():
+                raise KeyError(row["file"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no plan of this version ({error!r}): make it again") from None
     return found
