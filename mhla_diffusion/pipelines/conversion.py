@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mhla_diffusion.folders import check_writable, folder_in_the_making
 from mhla_diffusion.models.checkpoint_plan import Plan, make_plan
 from mhla_diffusion.models.tensor_files import (
     WEIGHTS_NAME,
@@ -115,6 +116,8 @@ def convert_folder(
     source, out = Path(source).expanduser(), Path(out).expanduser()
     if out.exists() and not dry_run:
         raise ValueError(f"{out} exists already: give the name of a new folder")
+    if not dry_run:
+        check_writable(out)
     found = find_source(source, variant, None if pipeline is None else Path(pipeline).expanduser())
     plans, sums = {}, 0
     for name, model in found.models.items():
@@ -234,42 +237,49 @@ def check_component(pipeline: Path, part: str, plan: Plan) -> None:
 
 
 def write(source: Source, conversion: Conversion, given: Path) -> None:
-    """Write everything into a folder beside the final one, and rename it when it is whole."""
+    """Write everything into a folder beside the final one, which takes its name when it is whole."""
     out, plans = conversion.out, conversion.plans
-    part = out.absolute().with_name(f".{out.name}.{os.getpid()}.part")
+    shards = {name: split(plan.entries()) for name, plan in plans.items()}
     try:
-        part.parent.mkdir(parents=True, exist_ok=True)
-        shards = {name: split(plan.entries()) for name, plan in plans.items()}
-        needed = sum(entry.size for each in shards.values() for _, shard in each for entry in shard)
-        free = shutil.disk_usage(part.parent).free
-        if free < needed:
-            raise ValueError(
-                f"{out} needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free there: make room"
-            )
-        if source.pipeline is not None:
-            copy_components(
-                source.pipeline, part, {name: type(plan.model).__name__ for name, plan in plans.items()}
-            )
-        for name, plan in plans.items():
-            folder = part if source.pipeline is None and len(plans) == 1 else part / name
-            folder.mkdir(parents=True)
-            plan.model.save_config(folder)
-            write_shards(folder, shards[name], plan)
-            record = {"source": given.name, "report": conversion.report(), "round_trip_error": plan.drift}
-            record |= {
-                "layout": plan.layout.name if plan.layout else LAYOUT_DIFFUSERS,
-                "versions": versions(),
-            }
-            (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        os.replace(part, out)
+        with folder_in_the_making(out) as part:
+            check_room(out, part, sum(x.size for each in shards.values() for _, shard in each for x in shard))
+            if source.pipeline is not None:
+                copy_components(
+                    source.pipeline, part, {name: type(plan.model).__name__ for name, plan in plans.items()}
+                )
+            for name, plan in plans.items():
+                folder = part if source.pipeline is None and len(plans) == 1 else part / name
+                folder.mkdir(exist_ok=True)
+                plan.model.save_config(folder)
+                write_shards(folder, shards[name], plan)
+                write_record(folder, plan, conversion, given)
     except shutil.Error as error:  # of several files, each with its path and reason
         path, _, reason = error.args[0][0]
         raise ValueError(f"cannot copy {path} ({reason}): copy or download the pipeline again") from None
     except OSError as error:
         reason = " ".join(str(error.strerror or error).split())
         raise ValueError(f"cannot write {out} ({reason}): give another folder") from None
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+
+
+def check_room(out: Path, place: Path, needed: int) -> None:
+    """Raise ValueError unless so many bytes fit where the folder `place` is."""
+    disk = shutil.disk_usage(place)
+    if 0 < disk.total and disk.free < needed:  # some file systems do not tell
+        raise ValueError(
+            f"{out} needs {needed / 1e9:.1f} GB, {disk.free / 1e9:.1f} GB are free there: make room"
+        )
+
+
+def write_record(folder: Path, plan: Plan, conversion: Conversion, given: Path) -> None:
+    """What was made out of what, beside the weights."""
+    record = {
+        "source": given.name,
+        "report": conversion.report(),
+        "round_trip_error": plan.drift,
+        "layout": plan.layout.name if plan.layout else LAYOUT_DIFFUSERS,
+        "versions": versions(),
+    }
+    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_components(pipeline: Path, part: Path, class_names: Mapping[str, str]) -> None:
@@ -285,7 +295,7 @@ def copy_components(pipeline: Path, part: Path, class_names: Mapping[str, str]) 
                 )
         return {*class_names, ".cache", ".git"} & set(names) if path == root else set()
 
-    shutil.copytree(pipeline, part, ignore=left_out)
+    shutil.copytree(pipeline, part, ignore=left_out, dirs_exist_ok=True)
     index = read_json(pipeline / "model_index.json")
     index |= {name: ["mhla_diffusion", class_name] for name, class_name in class_names.items()}
     (part / "model_index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

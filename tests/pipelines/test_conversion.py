@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import original_layouts as original
 import pytest
@@ -255,6 +256,16 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(tmp_path, stock):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot write"):
         convert_folder(stock, tmp_path / "file" / "out")
+    message = refused(stock, Path("/proc/x"))
+    assert message.startswith("cannot write into /proc/x: /proc takes no files") and "GB" not in message
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next_one(tmp_path, stock):
+    left = tmp_path / f".out.{2**22 + 1}.part"  # a number above every process's
+    left.mkdir()
+    (left / "model.safetensors").touch()
+    convert_folder(stock, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "stock"]
 
 
 def test_a_config_that_does_not_fit_is_refused(tmp_path, stock):
