@@ -269,12 +269,8 @@ def interpolated(move: Move, before: tuple[int, ...], after: tuple[int, ...]) ->
         matrix = tensor if own is None else own.forward(tensor)
         return interpolate_mixing(matrix.double(), before, after).float()
 
-    def backward(tensor: torch.Tensor) -> torch.Tensor:
-        matrix = interpolate_mixing(tensor.double(), after, before).float()
-        return matrix if own is None else own.backward(matrix)
-
     name = f"interpolated from {before} to {after} blocks"
-    return Move(move.target, move.source, move.part, move.parts, Change(name, forward, backward))
+    return Move(move.target, move.source, move.part, move.parts, Change(name, forward))
 
 
 def round_trip_error(matrix: torch.Tensor, file: TensorFile, move: Move, grids) -> float:

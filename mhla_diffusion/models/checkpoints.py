@@ -1,4 +1,4 @@
-"""Keys of other checkpoints -> ours, as rules that match whole keys and can be read in both directions.
+"""Keys of other checkpoints -> ours, as rules that match whole keys.
 
 A rule pairs one original key with one or more of ours. `{i}` stands for the number of a layer, `{p}` for
 `weight` or `bias`, `{all}` (ours only) for every layer: Diffusers' DiT keeps a copy of the embedders in each
@@ -22,8 +22,6 @@ __all__ = [
     "expand",
     "rules",
     "shape_of",
-    "to_original",
-    "to_ours",
 ]
 
 _NAMES = {"i": r"(?P<i>0|[1-9]\d*)", "p": r"(?P<p>weight|bias)", "all": r"(?P<all>0|[1-9]\d*)"}
@@ -32,17 +30,14 @@ _PLACE = re.compile(r"\{(i|p|all)\}")
 
 @dataclass(frozen=True)
 class Change:
-    """A change of values or shape on the way from the original key to ours, and the way back."""
+    """A change of values or shape on the way from the original key to ours."""
 
     name: str
     forward: Callable[[torch.Tensor], torch.Tensor]
-    backward: Callable[[torch.Tensor], torch.Tensor]
 
 
 # The released code keeps the matrix as a 1x1 convolution over blocks: rows are query blocks, as in ours.
-CONVOLUTION_TO_MATRIX = Change(
-    "1x1 convolution to matrix", lambda w: w.flatten(1), lambda m: m[:, :, None, None]
-)
+CONVOLUTION_TO_MATRIX = Change("1x1 convolution to matrix", lambda w: w.flatten(1))
 
 
 @dataclass(frozen=True)
@@ -178,48 +173,6 @@ def expand(layout: Layout, keys: Iterable[str]) -> tuple[list[Move], dict[str, s
         else:
             unexpected.append(key)
     return moves, left_out, unexpected
-
-
-def to_ours(state: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
-    """A state dict in `layout` under our keys. Raises ValueError on a key that no rule names."""
-    moves, _, unexpected = expand(layout, state)
-    if unexpected:
-        raise ValueError(unexpected_message("the state dict", unexpected, layout))
-    return {move.target: move.take(state[move.source]) for move in moves}
-
-
-def to_original(state: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
-    """The inverse of `to_ours`: our state dict under the original keys (without what the layout leaves out).
-
-    Raises ValueError on a key of ours that the layout has no name for, and when the copies that Diffusers'
-    layout keeps of one original weight have come to differ.
-    """
-    places = [(pattern(target), rule, n) for rule in layout.rules for n, target in enumerate(rule.targets)]
-    found: dict[str, dict[int, torch.Tensor]] = {}
-    rule_of: dict[str, Rule] = {}
-    for key, tensor in state.items():
-        matched = [(rule, n, match) for expression, rule, n in places if (match := expression.fullmatch(key))]
-        if not matched:
-            raise ValueError(f"the {layout.name} layout has no name for {key}")
-        rule, part, match = matched[0]
-        original = filled(rule.source, match.groupdict())
-        rule_of[original] = rule
-        parts = found.setdefault(original, {})
-        if part in parts and not torch.equal(parts[part], tensor):
-            raise ValueError(
-                f"{key} differs from its copy in another layer: the {layout.name} layout holds one {original} "
-                "for all layers"
-            )
-        parts.setdefault(part, tensor)
-    result = {}
-    for original, parts in found.items():
-        rule = rule_of[original]
-        absent = [rule.targets[n] for n in range(len(rule.targets)) if n not in parts]
-        if absent:
-            raise ValueError(f"{original} needs {absent[0]}, which the state dict lacks")
-        whole = torch.cat([parts[n] for n in sorted(parts)]) if len(parts) > 1 else parts[0]
-        result[original] = whole if rule.change is None else rule.change.backward(whole)
-    return result
 
 
 def compressed(keys: Iterable[str]) -> str:

@@ -33,11 +33,7 @@ NORM_PROJECTED = f"{SELF}.out_rmsnorm.weight"
 LOCAL_CONV = f"{SELF}.lepe.weight"
 
 # Ours is SiLU(g(x) + shift), which is neutral at zero; the released code has SiLU(g(x)).
-SHIFTED = Change(
-    f"minus {GATE_SHIFT}",
-    lambda bias: (bias.float() - GATE_SHIFT).to(bias.dtype),
-    lambda bias: (bias.float() + GATE_SHIFT).to(bias.dtype),
-)
+SHIFTED = Change(f"minus {GATE_SHIFT}", lambda bias: (bias.float() - GATE_SHIFT).to(bias.dtype))
 
 
 def attention_rules(theirs: str, ours: str) -> dict[str, str]:

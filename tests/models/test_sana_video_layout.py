@@ -7,13 +7,14 @@ import pytest
 import tiny_sana
 import torch
 from diffusers import DiffusionPipeline
+from original_keys import to_original, to_ours
 from tiny_sana_video import run, stock_transformer, transformer_inputs
 from tiny_sana_video_pipeline import stock_pipeline
 from tiny_wan import relative, stirred
 
 from mhla_diffusion.cli import main
 from mhla_diffusion.models.checkpoint_layouts import SANA_VIDEO, find_layout
-from mhla_diffusion.models.checkpoints import expand, pattern, to_original, to_ours
+from mhla_diffusion.models.checkpoints import expand, pattern
 from mhla_diffusion.models.convert import convert, restore
 from mhla_diffusion.models.sana_video import MHLASanaVideoTransformer3DModel
 from mhla_diffusion.models.sana_video_presets import SANA_VIDEO_MODELS, sana_video_config

@@ -5,6 +5,7 @@ import json
 import pytest
 import tiny_wan
 import torch
+from original_keys import to_original, to_ours
 from original_wan import HEADS, RELEASED, released_attention, released_state, stock_wan, wan_state
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -12,7 +13,7 @@ from tiny_wan import relative
 
 from mhla_diffusion.loading import load_pipeline
 from mhla_diffusion.models.checkpoint_layouts import LAYOUTS, find_layout
-from mhla_diffusion.models.checkpoints import expand, pattern, to_original, to_ours
+from mhla_diffusion.models.checkpoints import expand, pattern
 from mhla_diffusion.models.convert import restore
 from mhla_diffusion.models.wan import MHLAWanTransformer3DModel
 from mhla_diffusion.pipelines.conversion import convert_folder

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from original_keys import to_original
 
 from mhla_diffusion.models.checkpoint_layouts import find_layout
-from mhla_diffusion.models.checkpoints import to_original
 from mhla_diffusion.models.wan import MHLAWanTransformer3DModel
 from mhla_diffusion.models.wan_layouts import WAN
 from mhla_diffusion.models.wan_presets import WAN_MODELS, wan_config
