@@ -92,9 +92,10 @@ def dual_forward_kernel(
     if DIVIDE:
         den = tl.where(real, den + denominator_eps, 1.0)
         tl.store(den_ptr + line.to(tl.int64) * (QM * QN) + slot, den, mask=slot < QM * QN)
-        out0 = out0 / den[:, None]
+        inverse = 1.0 / den
+        out0 = out0 * inverse[:, None]
         if TV:
-            out1 = out1 / den[:, None]
+            out1 = out1 * inverse[:, None]
     out_ptr += (batch * query_tokens * heads + head) * DV
     store_part(out0, out_ptr, heads * DV, token, real, 0, DV, BV)
     if TV:

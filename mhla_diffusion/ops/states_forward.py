@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .tiles import (
     SIZES,
+    approximate,
     begin,
     box,
     dot,
@@ -37,6 +38,7 @@ from .tiles import (
     store_values,
     tiles_of,
     tokens_at,
+    widened,
 )
 
 __all__ = ["read_out_kernel", "rstd_kernel", "summarise_kernel"]
@@ -130,6 +132,8 @@ def summarise_kernel(
                 rstd = tl.rsqrt(rstd / D + norm_eps)
             # Padding rows of phi are not zero, but those of y are.
             phi0 = features(x0, rstd, weight0, feature_eps, 0, D, NORM, False)
+            if ROPE:
+                phi0 = widened(phi0)
             turned0 = operand(rotate(phi0, cos0, sin0, False) if ROPE else phi0, DOT)
             s00 = dot(tl.trans(turned0), y0, s00, DOT)
             if TV:
@@ -146,21 +150,8 @@ def summarise_kernel(
                 turned1 = phi1
                 if ROPE:
                     cos1, sin1 = rotation(
-                        rope_ptr,
-                        token,
-                        real,
-                        plane,
-                        line,
-                        column,
-                        turn10,
-                        turn11,
-                        turn12,
-                        BD,
-                        D,
-                        TD,
-                        ROPE,
-                        DOT,
-                    )
+                        rope_ptr, token, real, plane, line, column, turn10, turn11, turn12, BD, D, TD, ROPE, DOT,
+                    )  # fmt: skip
                     turned1 = rotate(phi1, cos1, sin1, False)
                 turned1 = operand(turned1, DOT)
                 s10 = dot(tl.trans(turned1), y0, s10, DOT)
@@ -276,6 +267,8 @@ def read_out_kernel(
                 rstd += square_sum(x1)
             rstd = tl.rsqrt(rstd / D + norm_eps)
         phi0 = features(x0, rstd, weight0, feature_eps, 0, D, NORM, False)
+        if ROPE:
+            phi0 = widened(phi0)
         turned0 = operand(rotate(phi0, cos0, sin0, False) if ROPE else phi0, DOT)
         # Channels beyond D meet zero rows of the state.
         out0 = dot(turned0, s00, tl.zeros((token.shape[0], BV), dtype=tl.float32), DOT)
@@ -289,21 +282,8 @@ def read_out_kernel(
             turned1 = phi1
             if ROPE:
                 cos1, sin1 = rotation(
-                    rope_ptr,
-                    token,
-                    real,
-                    plane,
-                    line,
-                    column,
-                    turn10,
-                    turn11,
-                    turn12,
-                    BD,
-                    D,
-                    TD,
-                    ROPE,
-                    DOT,
-                )
+                    rope_ptr, token, real, plane, line, column, turn10, turn11, turn12, BD, D, TD, ROPE, DOT,
+                )  # fmt: skip
                 turned1 = rotate(phi1, cos1, sin1, False)
             turned1 = operand(turned1, DOT)
             out0 = dot(turned1, s10, out0, DOT)
@@ -315,9 +295,10 @@ def read_out_kernel(
         if DIVIDE:
             if COUNT:
                 den = spare(out1, DV, BV, TV) + denominator_eps
-            out0 = out0 / den[:, None]
+            inverse = 1.0 / den
+            out0 = out0 * inverse[:, None]
             if TV:
-                out1 = out1 / den[:, None]
+                out1 = out1 * inverse[:, None]
         if OUT_NORM:
             scale = square_sum(out0)
             if TV and BV < DV:
@@ -330,10 +311,10 @@ def read_out_kernel(
                 out1 = out1 * scale[:, None] * channel_weight(out_weight_ptr, BV, DV, TV)[None, :]
         if GATE:
             gate = load_values(gate_ptr, gate_stride_n, token, real, value_low, 0, DV, BV, TV)
-            out0 = out0 * activated(gate, gate_bias, GATE)
+            out0 = out0 * activated(gate, gate_bias, GATE, DOT)
             if TV and BV < DV:
                 out1 = out1 * activated(
-                    load_part(gate_ptr, gate_stride_n, token, real, BV, DV, TV), gate_bias, GATE
+                    load_part(gate_ptr, gate_stride_n, token, real, BV, DV, TV), gate_bias, GATE, DOT
                 )
         if LOCAL:
             out0 += load_values(local_ptr, local_stride_n, token, real, value_low, 0, DV, BV, TV).to(
@@ -347,11 +328,16 @@ def read_out_kernel(
 
 
 @triton.jit
-def activated(gate, gate_bias, GATE: tl.constexpr):
-    gate = gate.to(tl.float32)
+def activated(gate, gate_bias, GATE: tl.constexpr, DOT: tl.constexpr):
+    """float32 of a gate, as it is (GATE 1) or through SiLU (GATE 2), next to bfloat16 by approximate instructions."""
+    gate = widened(gate)
     if GATE == 2:
         gate += gate_bias
-        gate = gate * tl.sigmoid(gate)
+        if DOT == "bf16":
+            growth = approximate(gate * -1.4426950408889634, "ex2.approx.ftz.f32 $0, $1;")
+            gate = gate * approximate(1.0 + growth, "rcp.approx.ftz.f32 $0, $1;")
+        else:
+            gate = gate * tl.sigmoid(gate)
     return gate
 
 
@@ -361,31 +347,27 @@ def channel_weight(weight_ptr, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.
     return tl.load(weight_ptr + channel, mask=channel < WIDTH, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "width"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def rstd_kernel(
-    x_ptr,
-    rstd_ptr,
-    stride_b,
-    stride_n,
-    num_tokens,
-    width,
-    norm_eps,
-    BN: tl.constexpr,
-    BW: tl.constexpr,
-):
-    """1 / sqrt(mean(x^2) + eps) over all heads of a token. Program (tokens, batch); x (B, N, H * D) by rows."""
+    x_ptr, rstd_ptr, stride_b, stride_n, num_tokens, norm_eps, WIDTH: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr
+):  # fmt: skip
+    """1 / sqrt(mean(x^2) + eps) over all heads of a token. Program (tokens, batch); x (B, N, WIDTH) by rows.
+
+    WIDTH is no argument: only where the mask is seen to cover whole vectors, rows are read by vectors.
+    """
     token = tl.program_id(0) * BN + tl.arange(0, BN)
     batch = tl.program_id(1).to(tl.int64)
     real = token < num_tokens
     x_ptr += batch * stride_b
     total = tl.zeros((BN, BW), dtype=tl.float32)
-    for start in range(0, width, BW):
+    for start in tl.static_range(0, WIDTH, BW):
         channel = start + tl.arange(0, BW)
         x = tl.load(
             x_ptr + token.to(tl.int64)[:, None] * stride_n + channel[None, :],
-            mask=real[:, None] & (channel < width)[None, :],
+            mask=real[:, None] & (channel < WIDTH)[None, :],
             other=0.0,
-        ).to(tl.float32)
+        )
+        x = widened(x)
         total += x * x
-    rstd = tl.rsqrt(tl.sum(total, axis=1) / width + norm_eps)
+    rstd = tl.rsqrt(tl.sum(total, axis=1) / WIDTH + norm_eps)
     tl.store(rstd_ptr + batch * num_tokens + token, rstd, mask=real)

@@ -91,7 +91,7 @@ def _norm(norm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, int
     rstd = torch.empty(batch, tokens, dtype=torch.float32, device=x.device)
     triton_launch.launch(
         rstd_kernel, (ceil_div(tokens, 4), batch), Warps(4),
-        rows, rstd, rows.stride(0), rows.stride(1), tokens, heads * dim, eps, BN=4, BW=512,
+        rows, rstd, rows.stride(0), rows.stride(1), tokens, eps, WIDTH=heads * dim, BN=4, BW=512,
     )  # fmt: skip
     return rstd, weight.contiguous(), eps, 1
 
