@@ -1,14 +1,16 @@
 """The self-attention modules that are put into Wan: three axes, rotary positions, norms over all heads.
 
 Stock Wan hands `rotary_emb` to each layer. With our rope module that is `WanPositions`, which says as data where the
-tokens are.
+tokens are. Under Diffusers' context parallelism each process has a run of the tokens (`Share`); the grid stays whole.
 
 Shape names: B batch, N tokens, C channels, H heads, D channels of a head.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import nn
@@ -26,7 +28,10 @@ from .attention import (
 from .blocks import effective_block_grid
 from .mixing import handed_out
 from .ops import mhla_attention
+from .ops.halo import reach_of, with_neighbours
+from .ops.parallel import parallel_mhla_attention
 from .ops.rotation import GridRope
+from .ops.share import Share
 
 NORM_OUT_EPS = 1e-6
 
@@ -47,6 +52,24 @@ class WanPositions(NamedTuple):
     @property
     def grid(self) -> tuple[int, int, int]:
         return tuple(self.places.shape[1:])
+
+
+def share_of(config, tokens: int, grid: tuple[int, int, int]) -> Share | None:
+    """This process's share of the tokens under a Diffusers `ParallelConfig`; None: it holds them all.
+
+    Raises ValueError when it does not hold the `tokens` that are its share of the grid.
+    """
+    if config is None or config.context_parallel_config is None:
+        return None
+    group = config.context_parallel_config._flattened_mesh.get_group()
+    share = Share(dist.get_rank(group), dist.get_world_size(group), group)
+    start, stop = share.span(math.prod(grid))
+    if tokens != stop - start:
+        raise ValueError(
+            f"process {share.rank} of {share.ranks} got {tokens} tokens, its share of a grid {grid} is {stop - start}: "
+            "call enable_parallelism() without a cp_plan of your own, which splits the tokens in raster order"
+        )
+    return share
 
 
 class NeutralConv3d(nn.Conv3d):
@@ -124,6 +147,34 @@ class WanSelfAttentionMixin:
             projected = (self.to_q(hidden_states), self.to_k(hidden_states), self.to_v(hidden_states))
         return tuple(x.unflatten(-1, (self.heads, -1)) for x in projected)
 
+    def finish(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        value: torch.Tensor,
+        grid: tuple[int, int, int],
+        share: Share | None = None,
+    ) -> torch.Tensor:
+        gate, local = self.gate_of(hidden_states), self.local_of(value, grid, share)
+        output = output if gate is None else output * gate
+        return output if local is None else output + local
+
+    def local_of(
+        self, value: torch.Tensor, grid: tuple[int, int, int], share: Share | None = None
+    ) -> torch.Tensor | None:
+        """What the convolution of V `(B, N, H, D)` adds; of a share of the tokens, whose neighbours are fetched."""
+        if self.local_conv is None or share is None:
+            return super().local_of(value, grid)
+        tokens, sheet = math.prod(grid), grid[1] * grid[2]
+        reach = reach_of(grid, self.local_conv.kernel_size[0] // 2)
+        wide, first = with_neighbours(value.flatten(2), share, tokens, reach)
+        # Filled up to whole frames; no token of this process reaches into what is filled.
+        before, behind = first % sheet, -(first + wide.shape[1]) % sheet
+        image = F.pad(wide, (0, 0, before, behind)).unflatten(-1, (self.heads, -1))
+        found = super().local_of(image, (image.shape[1] // sheet, *grid[1:]))
+        start = share.span(tokens)[0] - first + before
+        return found[:, start : start + value.shape[1]]
+
     def operator_norm(self, norm: AcrossHeadsNorm | None) -> tuple[torch.Tensor, float] | None:
         """A norm of queries or keys as the operator takes it: weight `(H, D)` and epsilon."""
         return None if norm is None else (norm().unflatten(0, (self.heads, -1)), norm.eps)
@@ -132,32 +183,41 @@ class WanSelfAttentionMixin:
 class MHLAWanAttnProcessor(MHLAAttnProcessor):
     """Runs `mhla_attention` on the weights of an `MHLAWanAttention`; holds nothing itself."""
 
+    # `model.enable_parallelism(config=...)` looks for this attribute and sets it.
+    _parallel_config = None
+
     def __call__(
         self, attn: "MHLAWanAttention", hidden_states: torch.Tensor, positions: WanPositions
     ) -> torch.Tensor:
         query, key, value = attn.project(hidden_states)
         grid = positions.grid
+        share = share_of(self._parallel_config, query.shape[1], grid)
         block_grid = effective_block_grid(grid, attn.block_grid)
-        gate, local = attn.gate_before_activation(hidden_states), attn.local_of(value, grid)
+        gate, local = attn.gate_before_activation(hidden_states), attn.local_of(value, grid, share)
         behind = {"gate": gate, "gate_bias": None if gate is None else GATE_SHIFT, "local": local}
-        output = mhla_attention(
-            query,
-            key,
-            value,
-            attn.mixing(block_grid),
-            grid=grid,
-            block_grid=block_grid,
-            feature_eps=attn.feature_eps,
-            normalizer=attn.normalizer,
-            denominator_eps=attn.denominator_eps,
-            rope=GridRope(positions.frequencies),
-            query_norm=attn.operator_norm(attn.norm_q),
-            key_norm=attn.operator_norm(attn.norm_k),
-            norm_weight=attn.norm_out() if attn.norm_out is not None and not attn.norm_across_heads else None,
-            norm_eps=NORM_OUT_EPS,
-            backend=attn.backend,
+        inside = attn.norm_out is not None and not attn.norm_across_heads
+        options = {
+            "grid": grid,
+            "block_grid": block_grid,
+            "feature_eps": attn.feature_eps,
+            "normalizer": attn.normalizer,
+            "denominator_eps": attn.denominator_eps,
+            "rope": GridRope(positions.frequencies),
+            "query_norm": attn.operator_norm(attn.norm_q),
+            "key_norm": attn.operator_norm(attn.norm_k),
+            "norm_weight": attn.norm_out() if inside else None,
+            "norm_eps": NORM_OUT_EPS,
+            "backend": attn.backend,
             **({} if attn.norm_across_heads else behind),
-        )
+        }
+        mixing = attn.mixing(block_grid)
+        if share is None:
+            output = mhla_attention(query, key, value, mixing, **options)
+        else:
+            start = share.span(math.prod(grid))[0]
+            output = parallel_mhla_attention(
+                query, key, value, mixing, start=start, reduce=share.sum, **options
+            )
         if attn.norm_across_heads:
             output = attn.normed_across_heads(output)
             output = output if gate is None else output * F.silu(gate + GATE_SHIFT)
@@ -210,6 +270,8 @@ class MHLAWanAttention(WanSelfAttentionMixin, MHLASelfAttention):
 class SoftmaxWanAttnProcessor(SoftmaxAttnProcessor):
     """Stock Wan's softmax attention with the gate and local convolution that MHLA can have; holds no weights."""
 
+    _parallel_config = None  # as in `MHLAWanAttnProcessor`
+
     def __call__(
         self, attn: "SoftmaxWanAttention", hidden_states: torch.Tensor, positions: WanPositions
     ) -> torch.Tensor:
@@ -218,8 +280,11 @@ class SoftmaxWanAttnProcessor(SoftmaxAttnProcessor):
             rotated(normed_across_heads(x, norm), positions).to(value.dtype)
             for norm, x in ((attn.norm_q, query), (attn.norm_k, key))
         )
-        output = dispatch_attention_fn(query, key, value, backend=self._attention_backend)
-        return attn.project_out(attn.finish(output, hidden_states, value, positions.grid))
+        share = share_of(self._parallel_config, query.shape[1], positions.grid)
+        output = dispatch_attention_fn(
+            query, key, value, backend=self._attention_backend, parallel_config=self._parallel_config
+        )
+        return attn.project_out(attn.finish(output, hidden_states, value, positions.grid, share))
 
 
 def normed_across_heads(x: torch.Tensor, norm: nn.Module | None) -> torch.Tensor:

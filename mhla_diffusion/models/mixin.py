@@ -15,11 +15,12 @@ from torch import nn
 from ..attention import GridSelfAttention, MHLASelfAttention
 from ..weights import original_files, original_wan
 from .adapters import AdapterMixin
+from .context_parallel import ContextParallelMixin
 from .model_card import CardWithImportLine
 from .options import attention_options, check_options
 
 
-class MHLAModelMixin(CardWithImportLine, AdapterMixin):
+class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
     """Comes before the stock class among the bases of a model whose config has the `mhla_` fields."""
 
     _keep_in_fp32_modules = ["mixing"]

@@ -102,6 +102,7 @@ class MHLASanaVideoTransformer3DModel(MHLAModelMixin, SanaVideoTransformer3DMode
 
     _no_split_modules = ["MHLASanaVideoTransformerBlock", "SanaModulatedNorm"]
     _repeated_blocks = ["MHLASanaVideoTransformerBlock"]
+    _why_no_context_parallelism = "its feed-forward convolves over the token grid; Wan can be spread"
     default_block_grid = (3, 5, 10)
 
     @register_to_config

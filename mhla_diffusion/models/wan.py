@@ -140,6 +140,8 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
     _no_split_modules = ["MHLAWanTransformerBlock"]
     _repeated_blocks = ["MHLAWanTransformerBlock"]
     _keep_in_fp32_modules = [*WanTransformer3DModel._keep_in_fp32_modules, "mixing"]
+    # Without stock's entry for timesteps of tokens, which would refuse an output that is not a tuple.
+    _cp_plan = {module: plan for module, plan in WanTransformer3DModel._cp_plan.items() if module}
     _layers_in = "blocks"
     _lora_loader = WanLoraLoaderMixin
     default_block_grid = (3, 5, 10)
@@ -245,7 +247,7 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
         """
         return super().forward(
             hidden_states,
-            timestep,
+            self.local_timestep(hidden_states, timestep),
             encoder_hidden_states,
             encoder_hidden_states_image,
             return_dict=return_dict,
