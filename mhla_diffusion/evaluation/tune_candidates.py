@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from ..ops.triton_configs import Config, DualConfig, MixConfig
+from ..ops.triton_configs import Config, DualConfig, MixConfig, MixGradientConfig
 
 __all__ = ["candidates", "kind_of", "with_fewer_registers"]
 
@@ -23,6 +23,13 @@ def candidates(kernel: str, dim: int) -> Iterator:
         )
     elif kernel == "mix":
         yield from (
+            MixConfig(128, places, summed, warps, depth, 64)  # all of 129 to 192 blocks
+            for places, summed, warps, depth in (
+                (128, 32, 8, 3), (128, 32, 8, 2), (128, 64, 8, 2),
+                (128, 32, 16, 3), (64, 32, 4, 3), (64, 32, 8, 3), (128, 16, 8, 4),
+            )
+        )  # fmt: skip
+        yield from (
             MixConfig(rows, places, summed, warps, depth)
             for rows, places, summed, warps, depth in itertools.product(
                 (64, 128), (64, 128, 256), (32, 64), (4, 8), (2, 3, 4)
@@ -31,7 +38,7 @@ def candidates(kernel: str, dim: int) -> Iterator:
         )
     elif kernel == "mix_gradient":
         yield from (
-            MixConfig(rows, columns, places, warps, depth)
+            MixGradientConfig(rows, columns, places, warps, depth)
             for rows, columns, places, warps, depth in itertools.product(
                 (32, 64, 128), (32, 64, 128), (64, 128), (4, 8), (3, 4)
             )
@@ -51,13 +58,14 @@ def candidates(kernel: str, dim: int) -> Iterator:
 
 
 def kind_of(kernel: str) -> type:
-    return DualConfig if kernel.startswith("dual") else MixConfig if kernel.startswith("mix") else Config
+    kinds = {"mix": MixConfig, "mix_gradient": MixGradientConfig}
+    return DualConfig if kernel.startswith("dual") else kinds.get(kernel, Config)
 
 
 def with_fewer_registers(rows: list[dict]) -> list:
     """The two fastest configurations again, with limits on a thread's registers that let more programs run at once."""
     kind = kind_of(rows[0]["kernel"])
     best = [row["config"] for row in rows if "ms" in row and row["config"] != "table"][:2]
-    if kind is MixConfig:
+    if kind in (MixConfig, MixGradientConfig):
         return []
     return [kind(*config)._replace(maxnreg=most) for config in best for most in REGISTERS.get(config[2], ())]

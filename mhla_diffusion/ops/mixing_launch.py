@@ -6,7 +6,7 @@ import torch
 
 from . import fallback, triton_launch
 from .states_mixing import mix_gradient_kernel, mix_kernel, spread_kernel
-from .triton_configs import MixConfig, Warps, mix_configs
+from .triton_configs import MixConfig, MixGradientConfig, Warps, mix_configs
 from .triton_launch import ceil_div, power_of_two, start_first_fitting
 
 __all__ = ["mix", "mix_gradient"]
@@ -14,11 +14,12 @@ __all__ = ["mix", "mix_gradient"]
 _MIX_DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "split"}
 
 
-def _spread(matrix: torch.Tensor, columns: int, config: MixConfig, split: bool) -> torch.Tensor:
-    """The coefficients padded to whole tiles, `([2,] matrices, rows, columns)`. Not kept: weights change unnoticed."""
+def _spread(matrix: torch.Tensor, columns: int, tile: int, width: int, split: bool) -> torch.Tensor:
+    """The coefficients padded to whole tiles of rows and a power of two of columns, at least `width`,
+    `([2,] matrices, rows, columns)`. Not kept: weights change unnoticed."""
     rows = matrix.shape[-2]
-    padded_rows = -(-rows // config.BM) * config.BM
-    width = power_of_two(max(columns, config.BN))
+    padded_rows = ceil_div(rows, tile) * tile
+    width = power_of_two(max(columns, width))
     matrices = matrix.shape[0] if matrix.ndim == 3 else 1
     shape = ((2,) if split else ()) + (matrices, padded_rows, width)
     out = torch.empty(shape, dtype=torch.bfloat16 if split else torch.float32, device=matrix.device)
@@ -39,10 +40,13 @@ def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: 
     split = kind == "split"
 
     def start(config: MixConfig) -> None:
-        spread = _spread(matrix, columns, config, split)
+        if not config.BM < rows <= config.BM + config.TM:
+            config = config._replace(TM=0)
+        tile = config.BM + config.TM
+        spread = _spread(matrix, columns, tile, config.BN, split)
         part = spread.numel() // (1 + split)
         sizes = (part // heads if matrix.ndim == 3 else 0, part, heads, rows, columns)
-        grid = (ceil_div(rows, config.BM) * ceil_div(size, config.BP) * batch * heads,)
+        grid = (ceil_div(rows, tile) * ceil_div(size, config.BP) * batch * heads,)
         triton_launch.launch(
             mix_kernel, grid, config, spread, states, mixed,
             *sizes, SIZE=size, WIDTH=spread.shape[-1], REVERSE=True, DOT=kind,
@@ -69,7 +73,7 @@ def mix_gradient(
     parts = ceil_div(size, run)
     out = torch.empty(batch, heads, parts, left_rows, right_rows, dtype=torch.float32, device=x.device)
 
-    def start(config: MixConfig) -> None:
+    def start(config: MixGradientConfig) -> None:
         tiles = ceil_div(left_rows, config.BM) * ceil_div(right_rows, config.BP)
         triton_launch.launch(
             mix_gradient_kernel, (tiles * batch * heads * parts,), config, left, right, out,

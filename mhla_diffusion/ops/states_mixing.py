@@ -54,14 +54,15 @@ def weighted_sum(high, low, state, total, DOT: tl.constexpr):
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def mix_kernel(
     m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, TM: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
     REVERSE: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out (B, H, rows, SIZE) = m (rows, columns) states (B, H, columns, SIZE), m as `spread_kernel` leaves it.
 
-    Program (batch and head, tile of the state, row tile fastest). low_part: where m's low parts begin.
+    Program (batch and head, tile of the state, row tile fastest). low_part: where m's low parts begin. TM: rows that a
+    program has beyond BM, 0 or enough for all rows: every state is then read once.
     """
-    tiles = tl.cdiv(rows, BM)
+    tiles = 1 if TM else tl.cdiv(rows, BM)
     line = tl.program_id(0) // (tiles * tl.cdiv(SIZE, BP))
     tile = tl.program_id(0) % (tiles * tl.cdiv(SIZE, BP))
     if REVERSE:
@@ -72,18 +73,38 @@ def mix_kernel(
     state_ptr += line.to(tl.int64) * columns * SIZE
     out_ptr += line.to(tl.int64) * rows * SIZE
     mixed = tl.zeros((BM, BP), dtype=tl.float32)
+    if TM:
+        rest = BM + tl.arange(0, TM)
+        more = tl.zeros((TM, BP), dtype=tl.float32)
     begin(PDL)
     for start in range(0, columns, BN):
         column = start + tl.arange(0, BN)
-        offset = row[:, None] * WIDTH + column[None, :]
         state = tl.load(
             state_ptr + column[:, None] * SIZE + place[None, :],
             mask=(column < columns)[:, None] & (place < SIZE)[None, :],
             other=0.0,
         )
-        high = tl.load(m_ptr + offset)
-        low = tl.load(m_ptr + low_part + offset) if DOT == "split" else high
+        high, low = coefficients_of(m_ptr, low_part, row, column, WIDTH, DOT)
         mixed = weighted_sum(high, low, state, mixed, DOT)
+        if TM:
+            high, low = coefficients_of(m_ptr, low_part, rest, column, WIDTH, DOT)
+            more = weighted_sum(high, low, state, more, DOT)
+    store_mixed(mixed, out_ptr, row, rows, place, SIZE)
+    if TM:
+        store_mixed(more, out_ptr, rest, rows, place, SIZE)
+
+
+@triton.jit
+def coefficients_of(m_ptr, low_part, row, column, WIDTH: tl.constexpr, DOT: tl.constexpr):
+    """(high, low) parts of a tile of m; both the same where it is not split."""
+    offset = row[:, None] * WIDTH + column[None, :]
+    high = tl.load(m_ptr + offset)
+    low = tl.load(m_ptr + low_part + offset) if DOT == "split" else high
+    return high, low
+
+
+@triton.jit
+def store_mixed(mixed, out_ptr, row, rows, place, SIZE: tl.constexpr):
     tl.store(
         out_ptr + row[:, None] * SIZE + place[None, :],
         mixed.to(out_ptr.dtype.element_ty),

@@ -13,8 +13,8 @@ import functools
 from typing import NamedTuple
 
 __all__ = [
-    "Config", "DualConfig", "MixConfig", "Warps", "chunk_count", "dual_configs", "head_group", "head_parts",
-    "launch_configs", "mix_configs", "overridden", "override", "padded",
+    "Config", "DualConfig", "MixConfig", "MixGradientConfig", "Warps", "chunk_count", "dual_configs", "head_group",
+    "head_parts", "launch_configs", "mix_configs", "overridden", "override", "padded",
 ]  # fmt: skip
 
 
@@ -39,7 +39,21 @@ class Warps(NamedTuple):
 
 
 class MixConfig(NamedTuple):
-    """Tiles of the mixing GEMM: BM blocks, BP places in a state, BN summed blocks (or places, for its gradient)."""
+    """Tiles of the mixing GEMM: BM blocks, BP places in a state, BN summed blocks.
+
+    TM: blocks that a program has beyond BM. With BM + TM for all blocks, every state is read by one program only.
+    """
+
+    BM: int
+    BP: int
+    BN: int
+    num_warps: int
+    num_stages: int
+    TM: int = 0
+
+
+class MixGradientConfig(NamedTuple):
+    """Tiles of the GEMM for the coefficients' gradient: BM and BP blocks, BN summed places of their states."""
 
     BM: int
     BP: int
@@ -93,7 +107,7 @@ _BY_KERNEL = {
 # Faster with rows to spare than with tiles too short for Hopper's matrix instructions.
 _WHOLE_TILES = {("query_gradients", 9, 16, 80), ("key_gradients", 9, 16, 80)}
 _MIX = {16: MixConfig(64, 256, 32, 4, 3), 32: MixConfig(32, 64, 32, 4, 2)}
-_MIX_GRADIENT = {16: MixConfig(64, 64, 64, 4, 4), 32: MixConfig(32, 32, 32, 4, 2)}
+_MIX_GRADIENT = {16: MixGradientConfig(64, 64, 64, 4, 4), 32: MixGradientConfig(32, 32, 32, 4, 2)}
 
 
 _OVERRIDES: dict[str, object] = {}
@@ -183,7 +197,7 @@ def _launch_configs(
     return tuple(configs)
 
 
-def mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> tuple[MixConfig, ...]:
+def mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> tuple:
     """Tiles for `mix` or `mix_gradient`: no larger than the numbers of blocks ask for, then smaller ones."""
     if kernel in _OVERRIDES:
         return (_OVERRIDES[kernel],)
@@ -191,7 +205,7 @@ def mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> tuple[M
 
 
 @functools.cache
-def _mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> tuple[MixConfig, ...]:
+def _mix_configs(kernel: str, dot_bits: int, blocks: int, summed: int) -> tuple:
     config = (_MIX if kernel == "mix" else _MIX_GRADIENT)[dot_bits]
     config = config._replace(BM=min(config.BM, _tile(blocks)))
     if kernel == "mix":

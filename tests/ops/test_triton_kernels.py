@@ -209,8 +209,22 @@ def test_whole_tiles_and_a_shorter_one_in_float32(make_call, tokens, normalizer,
         call.check(call.run("triton", form="states"), 1e-5)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(5, 5), (20, 9), (30, 24), (33, 20)])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_mixing_all_rows_in_a_program_in_float32(device, rows, columns, per_head):
+    generator = torch.Generator().manual_seed(4)
+    matrix = torch.rand(*([2] if per_head else []), rows, columns, generator=generator).to(device)
+    states = torch.randn(1, 2, columns, 44, generator=generator).to(device)
+    with override(mix=MixConfig(16, 16, 16, 4, 1, 16)):
+        got = mix(matrix, states, states[..., :4], 11)
+    want = matrix.double() @ states.double()
+    assert ((got - want).norm() / want.norm()) < 1e-6
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [MixConfig(64, 128, 64, 8, 2), MixConfig(64, 256, 32, 4, 3)])
+@pytest.mark.parametrize(
+    "config", [MixConfig(64, 128, 64, 8, 2), MixConfig(64, 256, 32, 4, 3), MixConfig(128, 128, 32, 8, 3, 64)]
+)
 def test_mixing_of_half_precision_states_on_the_gpu(config):
     matrix = torch.rand(150, 150, device="cuda")
     states = torch.randn(2, 3, 150, 16512, device="cuda").bfloat16()
