@@ -22,7 +22,7 @@ from diffusers.models.attention_processor import (
 )
 from torch import nn
 
-from .blocks import effective_block_grid
+from .blocks import effective_block_grid, integer
 from .mixing import BlockMixing, handed_out
 from .ops import mhla_attention
 
@@ -72,6 +72,16 @@ class NeutralConv2d(nn.Conv2d):
         self.bias.zero_()
 
 
+def odd_size(local_conv) -> int:
+    """The kernel size of a local convolution; ValueError unless it is an odd positive integer."""
+    size = integer(local_conv)
+    if size is None or size < 1 or size % 2 == 0:
+        raise ValueError(
+            f"local_conv={local_conv!r}: give an odd kernel size such as 3, or None for no convolution"
+        )
+    return size
+
+
 class GridSelfAttention(Attention):
     """Projections, gate and local convolution of a self-attention over a token grid; the subclasses add the core.
 
@@ -113,10 +123,8 @@ class GridSelfAttention(Attention):
             bias=bias,
             processor=self._processor_class(),
         )
-        if local_conv is not None and (type(local_conv) is not int or local_conv < 1 or local_conv % 2 == 0):
-            raise ValueError(
-                f"local_conv={local_conv!r}: give an odd kernel size such as 3, or None for no convolution"
-            )
+        if local_conv is not None:
+            local_conv = odd_size(local_conv)
         inner_dim = heads * dim_head
         self.norm_in = nn.LayerNorm(query_dim) if norm_in else None
         self.to_gate = NeutralLinear(query_dim, inner_dim) if gate else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,7 @@ __all__ = [
     "block_table",
     "check_block_table",
     "effective_block_grid",
+    "integer",
 ]
 
 
@@ -36,8 +38,22 @@ def block_edges(length: int, count: int) -> list[int]:
     return [i * length // count for i in range(count + 1)]
 
 
+def integer(value) -> int | None:
+    """`value` as an int if it is an integer of any kind, NumPy's included; None otherwise, also for True and False."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
 def _positive_ints(name: str, values: Sequence[int]) -> tuple[int, ...]:
     sequence = (values,) if isinstance(values, int) else tuple(values)
+    if not all(
+        [isinstance(v, int) for v in sequence]
+    ):  # under torch.compile they may be symbolic, which must stay
+        sequence = tuple([integer(v) for v in sequence])
     if not sequence or not all([isinstance(v, int) and not isinstance(v, bool) and v >= 1 for v in sequence]):
         raise ValueError(f"{name}={values!r}: give one positive integer for each axis, e.g. {name}=(16, 16)")
     return sequence

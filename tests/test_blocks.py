@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -77,6 +78,12 @@ def test_tables_are_cached_and_can_be_saved_for_backward():
         table = block_table((3, 11), (2, 4))
     assert not table.is_inference()
     assert block_table([3, 11], [2, 4], device="cpu") is table
+
+
+def test_integers_of_any_kind_are_taken():
+    table = block_table(np.array([4, 6]), (np.int64(2), np.uint8(3)))
+    assert torch.equal(table, block_table((4, 6), (2, 3)))
+    assert effective_block_grid([np.int32(4), 6], torch.tensor([2, 9])) == (2, 6)
 
 
 def test_centres_and_distances_have_unit_spacing():

@@ -14,7 +14,7 @@ from .checkpoint_layouts import find_layout
 from .checkpoints import Change, Layout, Move, compressed, expand, unexpected_message
 from .convert import FAMILIES, Family
 from .mixin import MHLAModelMixin
-from .options import check_block_grid, chosen_layers
+from .options import check_block_grid, check_values, chosen_layers
 from .tensor_files import Entry, TensorFile
 
 __all__ = ["Plan", "make_plan"]
@@ -166,6 +166,7 @@ def make_plan(
         after = check_block_grid(before if block_grid is None else block_grid, len(default))
         arguments["mhla_block_grid"] = after
     else:
+        check_values({"gate": gate})
         after = check_block_grid(default if block_grid is None else block_grid, len(default))
         arguments |= {
             **family.numerics,

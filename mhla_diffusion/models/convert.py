@@ -18,7 +18,7 @@ from torch import nn
 
 from .dit import MHLADiTTransformer2DModel
 from .mixin import MHLAModelMixin, clone_shared_tensors
-from .options import check_block_grid, chosen_layers
+from .options import check_block_grid, check_values, chosen_layers
 from .sana import MHLASanaTransformer2DModel
 from .sana_video import MHLASanaVideoTransformer3DModel
 from .wan import MHLAWanTransformer3DModel
@@ -90,24 +90,27 @@ def convert(
             "norm_out, normalizer, other_layers, mixing_init, mixing_normalization, mixing_learnable, per_head_mixing"
         )
     check_plain(model)
-    # Checked here under the names that the caller used; the model would name its own fields.
-    default = family_of(model).ours.default_block_grid
-    options = {
-        "mhla_layers": chosen_layers(layers, model.config.num_layers),
-        "mhla_block_grid": check_block_grid(default if block_grid is None else block_grid, len(default)),
-        **family_of(model).numerics,
-        "mhla_gate": gate,
-        "mhla_local_conv": local_conv,
-        "mhla_mixing_init": mixing_init,
-        "mhla_mixing_normalization": mixing_normalization,
-        "mhla_mixing_learnable": mixing_learnable,
-        "mhla_per_head_mixing": per_head_mixing,
-        "mhla_other_layers": other_layers,
+    given = {
+        "gate": gate,
+        "local_conv": local_conv,
+        "mixing_init": mixing_init,
+        "mixing_normalization": mixing_normalization,
+        "mixing_learnable": mixing_learnable,
+        "per_head_mixing": per_head_mixing,
+        "other_layers": other_layers,
     }
     if norm_out is not None:
-        options["mhla_norm_out"] = norm_out
+        given["norm_out"] = norm_out
     if normalizer is not None:
-        options["mhla_normalizer"] = normalizer
+        given["normalizer"] = normalizer
+    check_values(given)  # under the names that the caller used; the model would name its own fields
+    default = family_of(model).ours.default_block_grid
+    options = {
+        **family_of(model).numerics,
+        "mhla_layers": chosen_layers(layers, model.config.num_layers),
+        "mhla_block_grid": check_block_grid(default if block_grid is None else block_grid, len(default)),
+        **{f"mhla_{name}": value for name, value in given.items()},
+    }
     converted, missing = rebuild(model, family_of(model).ours, options)
     lost = converted.initialise_new_weights(missing)
     assert not lost, f"the stock model lacks {lost}"

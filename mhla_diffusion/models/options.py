@@ -3,25 +3,34 @@
 import math
 import numbers
 import re
+from collections.abc import Mapping
 
+from ..attention import odd_size
+from ..blocks import integer
 from ..mixing import INITS, NORMALIZATIONS
 from ..ops.attention import NORMALIZERS
 
 OTHER_LAYERS = ("stock", "softmax")
+CHOICES = {
+    "normalizer": NORMALIZERS,
+    "mixing_init": INITS,
+    "mixing_normalization": NORMALIZATIONS,
+    "other_layers": OTHER_LAYERS,
+}
 # Of these, a model has those that its class knows; one that is None is chosen by the class.
 SWITCHES = (
-    "mhla_gate",
-    "mhla_norm_in",
-    "mhla_norm_out",
-    "mhla_norm_across_heads",
-    "mhla_norm_projected",
-    "mhla_mixing_learnable",
-    "mhla_per_head_mixing",
+    "gate",
+    "norm_in",
+    "norm_out",
+    "norm_across_heads",
+    "norm_projected",
+    "mixing_learnable",
+    "per_head_mixing",
 )
 
 
 def check_options(config, num_layers: int, axes: int = 2) -> dict:
-    """The fields `mhla_layers` and `mhla_block_grid` in the form in which they are saved.
+    """The fields that hold integers in the form in which they are saved.
 
     Args:
         config: of a model of ours, with all `mhla_` fields.
@@ -30,19 +39,25 @@ def check_options(config, num_layers: int, axes: int = 2) -> dict:
 
     Raises ValueError (one line that says what is allowed) on a field outside the allowed values.
     """
-    check_choice("mhla_normalizer", config.mhla_normalizer, NORMALIZERS)
-    check_choice("mhla_mixing_init", config.mhla_mixing_init, INITS)
-    check_choice("mhla_mixing_normalization", config.mhla_mixing_normalization, NORMALIZATIONS)
-    check_choice("mhla_other_layers", config.mhla_other_layers, OTHER_LAYERS)
-    for name in SWITCHES:
-        check_switch(name, config.get(name))
-    check_epsilon("mhla_feature_eps", config.mhla_feature_eps)
-    if config.mhla_denominator_eps is not None:
-        check_epsilon("mhla_denominator_eps", config.mhla_denominator_eps)
+    check_values(config, "mhla_")
     return {
         "mhla_layers": chosen_layers(config.mhla_layers, num_layers),
         "mhla_block_grid": check_block_grid(config.mhla_block_grid, axes),
+        "mhla_local_conv": None if config.mhla_local_conv is None else odd_size(config.mhla_local_conv),
     }
+
+
+def check_values(values: Mapping, prefix: str = "") -> None:
+    """Raise ValueError on a choice, a switch or an epsilon among `values`, each named with `prefix`, that is none."""
+    for name, allowed in CHOICES.items():
+        if prefix + name in values:
+            check_choice(prefix + name, values[prefix + name], allowed)
+    for name in SWITCHES:
+        check_switch(prefix + name, values.get(prefix + name))
+    if prefix + "feature_eps" in values:
+        check_epsilon(prefix + "feature_eps", values[prefix + "feature_eps"])
+    if values.get(prefix + "denominator_eps") is not None:
+        check_epsilon(prefix + "denominator_eps", values[prefix + "denominator_eps"])
 
 
 def attention_options(config) -> dict:
@@ -85,14 +100,21 @@ def check_epsilon(name: str, value) -> None:
 
 def check_block_grid(block_grid, axes: int = 2) -> list[int]:
     """Blocks per axis as a list of as many ints as there are axes, 2 or 3; ValueError on anything else."""
-    counts = list(block_grid) if isinstance(block_grid, (list, tuple)) else []
-    if len(counts) != axes or any(type(count) is not int or count < 1 for count in counts):
+    counts = [integer(count) for count in as_list(block_grid)]
+    if len(counts) != axes or any(count is None or count < 1 for count in counts):
         wanted = {
             2: "two positive integers (rows, columns), such as (4, 4)",
             3: "three positive integers (frames, rows, columns), such as (3, 5, 10)",
         }
         raise ValueError(f"block_grid={block_grid!r}: give the number of blocks per axis as {wanted[axes]}")
     return counts
+
+
+def as_list(values) -> list:
+    """What a list, tuple, range, set, array or tensor holds; anything else is taken as one value."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    return list(values) if isinstance(values, (list, tuple, range, set)) else [values]
 
 
 def chosen_layers(layers, num_layers: int) -> list[int] | None:
@@ -104,7 +126,7 @@ def chosen_layers(layers, num_layers: int) -> list[int] | None:
 
     Raises ValueError on anything else.
     """
-    if layers is None or layers == "all":
+    if layers is None or (isinstance(layers, str) and layers == "all"):  # an array compares by its elements
         return None
     if not isinstance(layers, str):
         return check_layers(layers, num_layers)
@@ -120,9 +142,10 @@ def chosen_layers(layers, num_layers: int) -> list[int] | None:
 
 def check_layers(layers, num_layers: int) -> list[int]:
     """Sorted layer indices; ValueError on one outside 0..num_layers-1, given twice, or not an integer."""
-    chosen = list(layers) if isinstance(layers, (list, tuple, range, set)) else [layers]
-    wrong = [index for index in chosen if type(index) is not int or not 0 <= index < num_layers]
-    if wrong or len(set(chosen)) != len(chosen):
+    chosen = [integer(index) for index in as_list(layers)]
+    if any(index is None or not 0 <= index < num_layers for index in chosen) or len(set(chosen)) != len(
+        chosen
+    ):
         raise ValueError(
             f"layers={layers!r}: give different layer indices from 0 to {num_layers - 1} "
             f"(this model has {num_layers} layers)"

@@ -1,5 +1,6 @@
 """convert and restore: the same tensors under another class, and nothing else touched."""
 
+import numpy as np
 import pytest
 import torch
 from diffusers import SanaPipeline, SanaTransformer2DModel
@@ -150,12 +151,35 @@ def test_a_lora_made_on_the_stock_model_attaches_fully(tmp_path):
         ({"layers": 1.5}, "from 0 to 1"),
         ({"mixing_init": "linaer"}, "choose one of linear"),
         ({"local_conv": 4}, "odd kernel size"),
+        ({"local_conv": True}, "odd kernel size"),
+        ({"block_grid": (True, 2)}, "two positive integers"),
+        ({"block_grid": "44"}, "two positive integers"),
+        ({"other_layers": "x"}, "^other_layers='x': choose one of stock, softmax"),
+        ({"normalizer": "x"}, "^normalizer='x': choose"),
+        ({"mixing_normalization": "x"}, "^mixing_normalization='x': choose"),
+        ({"gate": "yes"}, "^gate='yes': give True or False"),
+        ({"norm_out": 1}, "^norm_out=1: give True or False"),
     ],
 )
 def test_a_wrong_option_is_refused_in_one_line(options, message):
     with pytest.raises(ValueError, match=message) as caught:
         convert(stock_transformer(), **options)
     assert "\n" not in str(caught.value)
+
+
+def test_integers_of_any_kind_are_taken_and_saved_as_plain_ones(tmp_path):
+    options = {"block_grid": np.array([2, 3]), "layers": np.arange(2), "local_conv": np.int64(3)}
+    converted = convert(stock_transformer(), **options)
+    plain = convert(stock_transformer(), (2, 3), layers=[0, 1], local_conv=3)
+    assert torch.equal(run(converted), run(plain))
+    for grid in ((np.int64(2), 3), torch.tensor([2, 3])):
+        assert convert(stock_transformer(), grid).config.mhla_block_grid == [2, 3]
+    converted.save_pretrained(tmp_path)
+    assert MHLASanaTransformer2DModel.load_config(tmp_path)["mhla_local_conv"] == 3
+    direct = MHLASanaTransformer2DModel(
+        **(dict(plain.config) | {"mhla_block_grid": (np.int32(2), np.uint8(3))})
+    )
+    assert direct.config.mhla_block_grid == [2, 3] and direct.transformer_blocks[0].attn1.block_grid == (2, 3)
 
 
 def with_adapter() -> SanaTransformer2DModel:
