@@ -85,6 +85,7 @@ NOT_IMPORTED = {
     "ruff",
     "setuptools",
     "tensorboard",
+    "uv",
     "mhla-diffusion",
 }
 

@@ -22,6 +22,7 @@ class RawScores:
     videos: dict[str, int] = field(default_factory=dict)  # how many a result file lists
     rescaled: dict[str, float] = field(default_factory=dict)  # what the file said, of those given out of 100
     sources: list[dict[str, str]] = field(default_factory=list)
+    settings: dict[str, dict] = field(default_factory=dict)  # of those that `run` scored
 
 
 def totals(raw: Mapping[str, float], *, missing: str = "refuse") -> dict[str, float | None]:
@@ -109,10 +110,39 @@ def read_results(paths: Sequence[str | Path]) -> RawScores:
                 raise ValueError(f"{source} is not valid JSON ({error})") from None
             if not isinstance(entries, dict):
                 raise ValueError(f"{source} holds no scores by dimension")
+            own = settings_beside(source)
+            raw.settings |= {name: own for name in entries if own}
             raw.sources.append({"path": source, "sha256": hashlib.sha256(content).hexdigest()})
             for key, entry in entries.items():
                 add(raw, key.strip().lower().replace(" ", "_"), entry, source)
     return raw
+
+
+def settings_beside(source: str) -> dict | None:
+    """What `run` noted beside a result: mode, plan, how the videos were drawn, VBench's release; None for others."""
+    path = Path(source.removesuffix("_eval_results.json") + "_run.json")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return record["settings"] | {"vbench": record["key"]["vbench"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def common_settings(raw: RawScores, notes: list[str]) -> dict:
+    """The settings that the dimensions share; where they differ or are unknown, `notes` gets a warning."""
+    known = list(raw.settings.values())
+    if not known:
+        return {}
+    if len(known) < len(raw.values):
+        notes.append(f"{len(raw.values) - len(known)} dimensions do not say how their videos were drawn")
+    differing = [key for key in known[0] if any(own.get(key) != known[0][key] for own in known)]
+    if differing:
+        notes.append(f"the dimensions were scored with different settings: {', '.join(differing)}")
+    return {key: value for key, value in known[0].items() if key not in differing} | (
+        {"differing": {name: {key: own.get(key) for key in differing} for name, own in raw.settings.items()}}
+        if differing
+        else {}
+    )
 
 
 def add(raw: RawScores, name: str, entry, source: str) -> None:
@@ -149,6 +179,7 @@ def aggregate(raw: RawScores, *, missing: str = "refuse") -> dict:
         notes.append(
             f"no total: {len(absent)} of {len(DIMENSIONS)} dimensions are missing: {', '.join(absent)}"
         )
+    settings = common_settings(raw, notes)
     rows = {}
     for name, dimension in DIMENSIONS.items():
         if name in raw.values:
@@ -168,7 +199,7 @@ def aggregate(raw: RawScores, *, missing: str = "refuse") -> dict:
         **found,
         "missing": absent,
         "rescaled": raw.rescaled,
-        "settings": {"missing": missing},
+        "settings": {"missing": missing} | settings,
         "inputs": raw.sources,
         "warnings": notes,
     }

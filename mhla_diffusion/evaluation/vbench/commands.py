@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from .dimensions import DIMENSIONS
 
 
 def add_vbench(parts, add_command: Callable, parser_class: type) -> None:
-    summary = "VBench: which videos it wants, whether they are there, and its totals."
+    summary = "VBench: which videos it wants, whether they are there, its scores and its totals."
     parser = parts.add_parser("vbench", help=summary, description=summary)
     steps = parser.add_subparsers(title="steps", metavar="STEP", required=True, parser_class=parser_class)
 
@@ -64,6 +65,58 @@ def add_vbench(parts, add_command: Callable, parser_class: type) -> None:
     add = parser.add_argument
     add("videos", metavar="FOLDER", help="where the videos are")
     add("--out", metavar="FILE", help="also write the result, for `aggregate`")
+
+    parser = add_command(
+        steps,
+        "setup",
+        run_setup,
+        "Build VBench's own environment with uv, from the lock file that comes along.",
+        "VBench pins releases that no current pipeline runs with. About 6 GB; a whole one is left as it is.",
+    )
+    add = parser.add_argument
+    add("environment", nargs="?", metavar="FOLDER", help="default: vbench-environment in the cache folder")
+    add("--lock", metavar="FILE", help="another lock file, with hashes")
+    add("--python", default="3.11", help="version or path, as uv takes it (default: %(default)s)")
+    add("--wheels", metavar="FOLDER", help="take every package from here, without a network")
+    add("--dry-run", action="store_true", help="print what would be run and installed, do nothing")
+
+    parser = add_command(
+        steps,
+        "run",
+        run_run,
+        "Score videos by VBench, in its environment, one process for each dimension.",
+        "Everything is looked for first, and nothing is downloaded. Dimensions that are scored already are not scored "
+        "again. Exit status: 2 a mistake, nothing was scored; 3 weights, packages or the environment are missing; 4 "
+        "some dimensions failed, the others are scored.",
+    )
+    add = parser.add_argument
+    add("videos", metavar="FOLDER", help="where the videos are")
+    add("--plan", metavar="PLAN.json", help="what `plan` wrote (default: any videos, VBench's custom_input)")
+    add(
+        "--out",
+        default="outputs/vbench",
+        metavar="FOLDER",
+        help="for results, a file each (default: %(default)s)",
+    )
+    add("--dimensions", nargs="+", choices=DIMENSIONS, default=[], metavar="NAME",
+        help="only these (default: all of the plan; of any videos the seven of quality)")  # fmt: skip
+    add("--environment", metavar="FOLDER", help="what `setup` built, or yours (default: as for setup)")
+    add("--weights", metavar="FOLDER", help="in the layout of VBench's cache (default: where that is found)")
+    add("--prompts", metavar="FILE", help="VBench_full_info.json of the plan (default: the environment's)")
+    add("--no-static-filter", action="store_true",
+        help="score flickering of every video; as published, of still ones, which an optical flow chooses")  # fmt: skip
+    add("--device", default="auto", help="auto, cpu or cuda (default: %(default)s)")
+    add(
+        "--trust-weights",
+        action="store_true",
+        help="read weights that hold more than tensors, which can run code",
+    )
+    add(
+        "--skip-missing",
+        action="store_true",
+        help="leave out dimensions whose weights or packages are missing",
+    )
+    add("--overwrite", action="store_true", help="score again what is scored already")
 
     parser = add_command(
         steps,
@@ -156,6 +209,67 @@ def run_flicker(args: argparse.Namespace) -> int:
     print(f"temporal_flickering {found[0]:.6f}  ({len(paths)} videos)")
     written({"temporal_flickering": found}, args.out)
     return 0
+
+
+def run_setup(args: argparse.Namespace) -> int:
+    from .environment import LOCK, build, check_place, default_environment, locked, python_of, steps
+
+    environment = (
+        Path(args.environment).expanduser().absolute() if args.environment else default_environment()
+    )
+    lock = Path(args.lock) if args.lock else LOCK
+    wheels = Path(args.wheels).resolve() if args.wheels else None
+    if wheels and not wheels.is_dir():
+        raise ValueError(f"there is no folder {wheels}: give the one with the wheels")
+    packages = locked(lock)
+    if args.dry_run:
+        check_place(environment)
+        for command in steps(environment, lock=lock, python=args.python, wheels=wheels):
+            print(shlex.join(command))
+        print(f"{len(packages)} packages: {' '.join(packages)}")
+        print("nothing done (--dry-run)")
+        return 0
+    print(f"building {environment} ({len(packages)} packages)", file=sys.stderr)
+    record, done = build(environment, lock=lock, python=args.python, wheels=wheels)
+    versions = record["versions"]
+    print(f"{python_of(environment)} {'built' if done else 'is there already'}: vbench {versions['vbench']}")
+    warn([f"{name} cannot be scored there: {why}" for name, why in record["faults"].items()])
+    return 0
+
+
+def run_run(args: argparse.Namespace) -> int:
+    from ...folders import check_writable
+    from .environment import default_environment
+    from .plan import read_plan
+    from .scoring import run
+
+    check_writable(Path(args.out), "--out")
+    if args.prompts and not Path(args.prompts).is_file():
+        raise ValueError(f"there is no {args.prompts}: give vbench's VBench_full_info.json")
+    environment = (
+        Path(args.environment).expanduser().absolute() if args.environment else default_environment()
+    )
+    outcome = run(
+        Path(args.videos).expanduser(),
+        Path(args.out),
+        environment,
+        plan=read_plan(args.plan) if args.plan else None,
+        dimensions=args.dimensions,
+        weights=args.weights,
+        prompts=args.prompts,
+        static_filter=not args.no_static_filter,
+        device=args.device,
+        skip_missing=args.skip_missing,
+        trust_weights=args.trust_weights,
+        overwrite=args.overwrite,
+        report=lambda line: print(line, flush=True),
+    )
+    warn(outcome.warnings + [f"{name} is left out: {why}" for name, why in outcome.skipped.items()])
+    done = len(outcome.scored) + len(outcome.kept)
+    if outcome.failed and not done:
+        raise ValueError("every dimension failed, nothing was scored: the lines above say why")
+    print(f"{done} dimensions in {args.out}: mhla eval vbench aggregate {args.out}")
+    return 4 if outcome.failed else 0
 
 
 def run_aggregate(args: argparse.Namespace) -> int:
