@@ -149,7 +149,8 @@ def interpolate_mixing(
     if source == target:
         return matrix
     rows, spread = _interpolation(source, target, matrix.dtype, str(matrix.device))
-    with torch.autocast(device_type=matrix.device.type, enabled=False):
+    # Sizes alone, on the meta device, know no autocast.
+    with torch.autocast(device_type="cpu" if matrix.is_meta else matrix.device.type, enabled=False):
         return rows @ matrix @ spread
 
 

@@ -45,10 +45,10 @@ def _layout_places(layout: tuple[int, ...], device: str) -> tuple[torch.Tensor, 
     with torch.inference_mode(
         False
     ):  # what is made in inference mode cannot be saved for a later backward pass
-        ids, valid = _slot_ids(part, torch.device(device))
-        slots = torch.empty(part.num_tokens, dtype=torch.int64, device=device)
+        ids, valid = _slot_ids(part, torch.device("cpu"))  # the meta device has no values to sort them by
+        slots = torch.empty(part.num_tokens, dtype=torch.int64, device="cpu")
         slots[ids[valid]] = valid.flatten().nonzero()[:, 0]
-        return ids, valid, slots
+        return ids.to(device), valid.to(device), slots.to(device)
 
 
 def block_view(x: torch.Tensor, part: Partition) -> torch.Tensor:
@@ -266,7 +266,8 @@ def eager_core(
         "rope": rope, "key_rope": key_rope, "feature_eps": feature_eps, "normalizer": normalizer,
         "denominator_eps": denominator_eps, "dtype": dtype,
     }  # fmt: skip
-    with torch.autocast(device_type=q.device.type, enabled=False):
+    # Sizes alone, on the meta device, know no autocast.
+    with torch.autocast(device_type="cpu" if q.is_meta else q.device.type, enabled=False):
         mixing = mixing.to(dtype)
         if q.device.type != "cpu" or _recorded(q, k, v, mixing):
             out, denominator = _fractions(q, k, v, mixing, query, key, **options)
