@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .building import BUILDING
 from .weights import DEFAULT_PIPELINE, find_pipeline, known_pipelines, original_files, read_json
 
 # Our pipeline and model classes by name, and the module of each.
@@ -36,7 +37,8 @@ def load_pipeline(name: str | os.PathLike = DEFAULT_PIPELINE, *, hub: bool = Fal
         kwargs: for `from_pretrained`, such as `dtype=torch.bfloat16`.
 
     Returns:
-        The pipeline, a `diffusers.DiffusionPipeline`, on the CPU.
+        The pipeline, a `diffusers.DiffusionPipeline`, on the CPU. Threads may load at the same time: one waits for
+        the other. A pipeline draws for one thread at a time, as its scheduler counts the steps.
 
     Raises:
         ValueError: one line that says what is wrong and what to type: nothing found (with every place
@@ -64,7 +66,8 @@ def load_whole(cls: type, folder: Path, kwargs: dict):
     """The pipeline in `folder`; ValueError when weights and configs in it do not belong together."""
     again = "its files do not belong together, copy the pipeline folder again"
     try:
-        pipe = cls.from_pretrained(folder, **kwargs)
+        with BUILDING:
+            pipe = cls.from_pretrained(folder, **kwargs)
     except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder} cannot be loaded ({reason}): {again}") from error
@@ -94,7 +97,9 @@ def load_from_hub(name: str, kwargs: dict):
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"no pipeline {name!r} could be had from the Hub: {reason}") from error
-    return class_named(index.get("_class_name"), name).from_pretrained(name, **kwargs)
+    cls = class_named(index.get("_class_name"), name)
+    with BUILDING:
+        return cls.from_pretrained(name, **kwargs)
 
 
 def class_named(name, place: Path | str) -> type:

@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "mhla_diffusion"
 # Parts of equal rank may import each other, except training and evaluation, which must stay independent.
 RANK = {
     "blocks": 0,
+    "building": 0,
     "mixing": 0,
     "weights": 0,
     "provenance": 0,

@@ -9,6 +9,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 
+from ..building import BUILDING
 from ..mixing import interpolate_mixing
 from .checkpoint_layouts import find_layout
 from .checkpoints import Change, Layout, Move, compressed, expand, unexpected_message
@@ -176,7 +177,7 @@ def make_plan(
             "mhla_local_conv": local_conv,
             **given,
         }
-    with init_empty_weights():
+    with BUILDING, init_empty_weights():
         model = family.ours(**arguments).requires_grad_(False)
     # The plain `to`: the models' own warns about the mixing matrices, which stay float32 by themselves.
     nn.Module.to(model, narrowest([spec[1] for file in files for spec in file.specs.values()]))

@@ -16,6 +16,7 @@ from diffusers import (
 )
 from torch import nn
 
+from ..building import BUILDING
 from .dit import MHLADiTTransformer2DModel
 from .mixin import MHLAModelMixin, clone_shared_tensors
 from .options import check_block_grid, check_values, chosen_layers
@@ -111,8 +112,9 @@ def convert(
         "mhla_block_grid": check_block_grid(default if block_grid is None else block_grid, len(default)),
         **{f"mhla_{name}": value for name, value in given.items()},
     }
-    converted, missing = rebuild(model, family_of(model).ours, options)
-    lost = converted.initialise_new_weights(missing)
+    with BUILDING:
+        converted, missing = rebuild(model, family_of(model).ours, options)
+        lost = converted.initialise_new_weights(missing)
     assert not lost, f"the stock model lacks {lost}"
     return converted
 
@@ -133,7 +135,8 @@ def restore(model: MHLAModelMixin) -> ModelMixin:
             f"mhla_time_shift={model.config.mhla_time_shift}: {family_of(model).stock.__name__} embeds timesteps with "
             "a shift of 1 only, so restored weights would draw something else; keep this model in our class"
         )
-    restored, missing = rebuild(model, family_of(model).stock, {})
+    with BUILDING:
+        restored, missing = rebuild(model, family_of(model).stock, {})
     assert not missing, f"the model lacks {missing}"
     return restored
 

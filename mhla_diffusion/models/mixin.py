@@ -13,6 +13,7 @@ from diffusers import ModelMixin, TaylorSeerCacheConfig
 from torch import nn
 
 from ..attention import GridSelfAttention, MHLASelfAttention
+from ..building import BUILDING
 from ..weights import original_files, original_wan
 from .adapters import AdapterMixin
 from .context_parallel import ContextParallelMixin
@@ -128,6 +129,12 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
         """A name for the call where a pipeline gives none, as it makes one a step, and a cache wants one."""
         unnamed = self.is_cache_enabled and not self._cache_context_is_given
         return self.cache_context("step") if unnamed else nullcontext()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        """As in Diffusers, by one thread at a time."""
+        with BUILDING:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     @classmethod
     def load_config(cls, pretrained_model_name_or_path, *args, **kwargs):

@@ -10,6 +10,7 @@ from typing import NoReturn
 import torch
 from diffusers import DiffusionPipeline
 
+from ..building import BUILDING
 from ..loading import check_layout, check_models
 from ..models.adapters import AdapterMixin, load_adapter
 from ..models.model_card import CardWithImportLine
@@ -44,7 +45,8 @@ class CheckedLoading(CardWithImportLine):
         check_layout(folder)
         if (folder / "model_index.json").is_file():
             check_models(folder)
-        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        with BUILDING:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 
     def load_lora_weights(
         self,
