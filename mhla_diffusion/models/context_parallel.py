@@ -63,10 +63,12 @@ class ContextParallelMixin:
         heads, degree = self.config.num_attention_heads, context.ulysses_degree
         layers = getattr(self, self._layers_in)
         softmax = [i for i, layer in enumerate(layers) if not isinstance(layer.attn1, MHLASelfAttention)]
-        if softmax and heads % degree and not context.ulysses_anything:
+        # Uneven numbers of heads are filled up to even ones, with less than one process's share.
+        fits = heads % degree == 0 or (context.ulysses_anything and -heads % degree < -(-heads // degree))
+        if softmax and not fits:
             raise ValueError(
-                f"ulysses_degree={degree} does not divide the {heads} heads of the softmax layers {softmax[:3]}...: "
-                f"give ulysses_anything=True, or ring_degree={degree}"
+                f"{degree} processes cannot share the {heads} heads of the softmax layers ({softmax[0]}, ...) by "
+                f"ulysses_degree={degree}: give ring_degree={degree} instead"
             )
 
     def _resolve_parallel_config(self, config):

@@ -107,17 +107,68 @@ def parallel_mhla_attention(
         "denominator_eps": float(denominator_eps or 0.0),
         "divide": normalizer == "paper",
     }
+    norms = {"query_norm": query_norm, "key_norm": key_norm}
     after = {
         "norm_weight": norm_weight, "norm_eps": norm_eps, "gate": gate, "gate_bias": gate_bias, "local": local,
     }  # fmt: skip
     dtype = torch.promote_types(q.dtype, torch.float32)
     if isinstance(rope, GridRope):
         rope = local_angles(rope.frequencies, grid, start, stop, dtype)
-    parts = local_blocks(grid, blocks, start, stop, q.device)
     with torch.autocast(device_type=q.device.type, enabled=False):
+        mixing = mixing.to(dtype)
+        if name == "triton" and q.shape[0]:
+            space = (*grid, *blocks, start)
+            return triton_part(
+                q, k, v, mixing, space, reduce, rope, norms, after, summary_dtype=summary_dtype, **options
+            )
+        parts = local_blocks(grid, blocks, start, stop, q.device)
         q, k = normalise(q, query_norm), normalise(k, key_norm)
-        out = eager_part(q, k, v, mixing.to(dtype), parts, reduce, rope, dtype=dtype, **options)
+        out = eager_part(q, k, v, mixing, parts, reduce, rope, dtype=dtype, **options)
         return epilogue(out, **after).to(v.dtype)
+
+
+def triton_part(
+    q, k, v, mixing, space: Sequence[int], reduce, rope, norms, after, *, feature_eps: float, denominator_eps: float,
+    divide: bool, summary_dtype: torch.dtype | None,
+) -> torch.Tensor:  # fmt: skip
+    """The same in the Triton kernels. The steps around them are part of them when nothing needs a gradient."""
+    from .parallel_registration import block_states, read_states
+
+    if summary_dtype is None:
+        summary_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    weights = [norm[0] for norm in norms.values() if norm is not None]
+    extras = [x for x in (after["norm_weight"], after["gate"], after["local"]) if x is not None]
+    learning = torch.is_grad_enabled() and any(
+        [x.requires_grad for x in (q, k, v, mixing, *weights, *extras)]
+    )
+    key_steps, query_steps, out_dtype = {}, {}, v.dtype
+    if learning:
+        q, k = (normalise(x, norm).to(v.dtype) for x, norm in zip((q, k), norms.values(), strict=True))
+        out_dtype = torch.float32 if extras else v.dtype
+    else:
+        query_steps = {name: x for name, x in after.items() if x is not None}
+        for norm, steps, name in (
+            (norms["query_norm"], query_steps, "query_norm"),
+            (norms["key_norm"], key_steps, "norm"),
+        ):
+            if norm is not None:
+                steps[name], steps[f"{name}_eps"] = norm
+    angles = rope or (None, None)
+    state = reduce(block_states(k, v, *angles, space, feature_eps, divide, summary_dtype, **key_steps))
+    out = read_states(
+        q,
+        mixing,
+        state,
+        *angles,
+        space,
+        v.shape[-1],
+        feature_eps,
+        denominator_eps,
+        divide,
+        out_dtype,
+        **query_steps,
+    )
+    return epilogue(out, **after).to(v.dtype) if learning and extras else out
 
 
 def eager_part(

@@ -42,7 +42,9 @@ CASES = {
         ULYSSES,
         backward=True,
     ),
-    "ragged hybrid": Case({"mhla_layers": "1/2"}, {"kind": "ulysses", "anything": True}, size=RAGGED),
+    "ragged hybrid": Case(
+        {"mhla_layers": "1/2", "num_attention_heads": 5}, {"kind": "ulysses", "anything": True}, size=RAGGED
+    ),
     "softmax twin": Case(
         {**EVERYTHING, "mhla_layers": [0], "mhla_other_layers": "softmax", "num_attention_heads": 6}, ULYSSES
     ),
