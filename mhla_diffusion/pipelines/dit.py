@@ -33,7 +33,13 @@ from .checks import (
     check_number,
     check_tensor_inputs,
 )
-from .dit_schedulers import DIT_SCHEDULERS, KEEPS_THREE_CHANNELS, READS_VARIANCES, dit_scheduler
+from .dit_schedulers import (
+    DIT_SCHEDULERS,
+    KEEPS_THREE_CHANNELS,
+    READS_VARIANCES,
+    dit_scheduler,
+    set_timesteps,
+)
 
 __all__ = ["DIT_SCHEDULERS", "MHLADiTPipeline", "dit_scheduler", "label_names"]
 
@@ -255,7 +261,7 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
 
         device = self._execution_device
         self._guidance_scale, self._interrupt = guidance_scale, False
-        self.scheduler.set_timesteps(steps, device=device)
+        set_timesteps(self.scheduler, steps, device)
         timesteps = self.scheduler.timesteps
         self._num_timesteps = len(timesteps)
         if latents is None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from diffusers import (
     DDIMScheduler,
     DDPMParallelScheduler,
@@ -51,3 +52,15 @@ def dit_scheduler(name: str = "ddim", **changes) -> SchedulerMixin:
     check_choice("name", name, tuple(DIT_SCHEDULERS))
     kind, settings = DIT_SCHEDULERS[name]
     return kind(**(DIT_DIFFUSION | settings | changes))
+
+
+def set_timesteps(scheduler: SchedulerMixin, steps: int, device: torch.device) -> None:
+    """`scheduler.set_timesteps`; raises a one-line ValueError where it fails on a number that is too small for it."""
+    try:
+        scheduler.set_timesteps(steps, device=device)
+    except (IndexError, ValueError) as error:  # PNDM with fewer than 4 steps: of shapes that do not fit
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"num_inference_steps={steps}: {type(scheduler).__name__} makes no such schedule ({reason}): give another "
+            "number (PNDM wants at least 4), or another scheduler"
+        ) from error

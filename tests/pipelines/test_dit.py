@@ -1,4 +1,4 @@
-"""MHLADiTPipeline: any classes and sizes, batches equal to single runs, faults named before anything runs."""
+"""MHLADiTPipeline: any classes and sizes, settings that are saved, faults named before anything runs."""
 
 import json
 
@@ -6,54 +6,21 @@ import numpy as np
 import pytest
 import torch
 from diffusers import (
-    DDPMParallelScheduler,
-    DDPMScheduler,
     DiffusionPipeline,
     DiTPipeline,
-    DPMSolverMultistepScheduler,
-    DPMSolverSinglestepScheduler,
-    EulerAncestralDiscreteScheduler,
-    FirstBlockCacheConfig,
 )
 from diffusers.callbacks import PipelineCallback
-from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict
-from tiny_dit import CLASSES, LABELS, autoencoder, components, generator, stock_pipeline, stock_transformer
+from tiny_dit import CLASSES, LABELS, components, generator, stirred, stock_pipeline, stock_transformer
+from tiny_dit_pipeline import close, draw, pipeline
 
 from mhla_diffusion import load_pipeline
-from mhla_diffusion.models.convert import convert, restore
-from mhla_diffusion.pipelines.dit import DIT_SCHEDULERS, MHLADiTPipeline, dit_scheduler
-
-
-def stirred(transformer: torch.nn.Module) -> torch.nn.Module:
-    draw = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in transformer.parameters():
-            parameter += 0.05 * torch.rand(parameter.shape, generator=draw)
-    return transformer
-
-
-def pipeline(transformer=None, **options) -> MHLADiTPipeline:
-    if transformer is None:
-        transformer = stirred(convert(stock_transformer(), block_grid=(2, 2)))
-    options = {"id2label": LABELS, "default_steps": 3} | options
-    pipe = MHLADiTPipeline(**components(transformer), **options)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+from mhla_diffusion.models.convert import convert
+from mhla_diffusion.pipelines.dit import MHLADiTPipeline, dit_scheduler
 
 
 @pytest.fixture(scope="module")
 def pipe() -> MHLADiTPipeline:
     return pipeline()
-
-
-def draw(pipe: DiffusionPipeline, labels=(1,), seed: int = 0, **arguments) -> torch.Tensor:
-    arguments = {"generator": generator(seed), "output_type": "pt"} | arguments
-    return pipe(list(labels) if isinstance(labels, tuple) else labels, **arguments).images
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a - b).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("scheduler", ["ddim", "dpm-solver"])
@@ -163,59 +130,6 @@ def test_guidance_moves_the_channels_it_was_told_and_leaves_the_others(channels)
     assert torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("scheduler", [*DIT_SCHEDULERS, "ancestral"])
-def test_item_i_of_a_batch_equals_its_single_run_with_every_scheduler(pipe, scheduler):
-    other = EulerAncestralDiscreteScheduler(beta_schedule="linear", beta_end=0.02)
-    pipe = pipeline(pipe.transformer, guidance_channels=3)
-    pipe.scheduler = other if scheduler == "ancestral" else dit_scheduler(scheduler)
-    eta = {"eta": 1.0} if scheduler == "ddim" else {}
-    labels = ["goldfish", 7, "umbrella"]
-    batch = draw(pipe, labels, generator=[generator(seed) for seed in range(3)], height=24, width=16, **eta)
-    assert batch.shape == (3, 3, 24, 16)
-    for i, label in enumerate(labels):
-        assert close(batch[i], draw(pipe, label, seed=i, height=24, width=16, **eta)[0])
-    assert not close(batch[0], batch[1])
-
-
-def test_ddpm_uses_the_learned_variances_as_the_paper_does():
-    """Three steps of the original sampler, spelled out: posterior mean, variance between its two bounds."""
-    pipe = pipeline(default_guidance_scale=1.0)
-    pipe.scheduler = dit_scheduler("ddpm")
-    noise = torch.randn(1, 4, 8, 8, generator=generator(3))
-    seen = []
-    steps = 250
-    pipe.scheduler.set_timesteps(steps)
-    times = pipe.scheduler.timesteps.tolist()
-    assert times[0] == 999 and times[-1] == 0 and len(times) == 250
-
-    def stop_after_three(pipe, step, timestep, tensors):
-        seen.append(tensors["latents"].clone())
-        pipe._interrupt = step == 2
-        return {}
-
-    draw_noise = generator(8)
-    draw(pipe, 4, latents=noise, generator=generator(8), num_inference_steps=steps,
-         output_type="latent", callback_on_step_end=stop_after_three)  # fmt: skip
-
-    alphas = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64), 0)
-    x = noise.double()
-    for step in range(3):
-        now, before = alphas[times[step]], alphas[times[step + 1]]
-        beta = 1 - now / before
-        with torch.no_grad():
-            out = pipe.transformer(x.float(), torch.tensor([times[step]]), torch.tensor([4])).sample.double()
-        eps, v = out.chunk(2, dim=1)
-        start = (x - (1 - now).sqrt() * eps) / now.sqrt()
-        mean = before.sqrt() * beta / (1 - now) * start
-        mean = mean + (now / before).sqrt() * (1 - before) / (1 - now) * x
-        smallest = (beta * (1 - before) / (1 - now)).log()
-        share = (v + 1) / 2
-        deviation = (0.5 * (share * beta.log() + (1 - share) * smallest)).exp()
-        x = mean + deviation * torch.randn(x.shape, generator=draw_noise)
-        assert ((seen[step] - x).norm() / x.norm()) < 1e-4
-    assert len(seen) == 3
-
-
 def test_every_output_type(pipe):
     image = draw(pipe, output_type="pil")[0]
     array, tensor = draw(pipe, output_type="np"), draw(pipe)
@@ -274,119 +188,6 @@ def test_latents_that_are_not_finite_raise_and_name_the_step():
     assert "\n" not in str(caught.value)
 
 
-def test_noise_and_latents_are_float32_in_a_half_precision_pipeline():
-    half = pipeline().to(torch.bfloat16)
-    latents = draw(half, output_type="latent")
-    assert latents.dtype == torch.float32
-    expected = draw(pipeline(), output_type="latent")
-    assert ((latents - expected).norm() / expected.norm()) < 0.05
-    assert draw(half).dtype == torch.float32
-
-
-def test_two_pipelines_from_shared_components_and_only_the_given_transformer_changes():
-    transformer = stock_transformer()
-    first = pipeline(transformer)
-    before = draw(first)
-    second = MHLADiTPipeline(**first.components, default_steps=3)
-    second.set_progress_bar_config(disable=True)
-    second.transformer = convert(second.transformer)
-    assert first.transformer is transformer and second.vae is first.vae
-    after = draw(second)
-    assert torch.equal(draw(first), before) and not close(after, before)
-    second.transformer = restore(second.transformer)
-    assert torch.equal(draw(second), before)
-
-
-def test_a_lora_is_loaded_switched_fused_and_unloaded(tmp_path):
-    trained = pipeline()
-    trained.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]))
-    with torch.no_grad():
-        for name, parameter in trained.transformer.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(generator=generator(7))
-    MHLADiTPipeline.save_lora_weights(
-        tmp_path, transformer_lora_layers=get_peft_model_state_dict(trained.transformer)
-    )
-    pipe = pipeline()
-    before = draw(pipe)
-    pipe.load_lora_weights(tmp_path, adapter_name="style")
-    after = draw(pipe)
-    assert not close(after, before)
-    assert close(draw(pipe, attention_kwargs={"scale": 0.0}), before)
-    pipe.set_adapters(["style"], [0.0])
-    assert close(draw(pipe), before)
-    pipe.set_adapters(["style"], [1.0])
-    pipe.fuse_lora()
-    assert close(draw(pipe), after)
-    pipe.unfuse_lora()
-    pipe.unload_lora_weights()
-    assert close(draw(pipe), before)
-
-
-def test_a_cache_keeps_its_state_through_the_steps_and_loses_it_at_the_end(pipe):
-    cached = pipeline(convert(stock_transformer(num_layers=3)))
-    plain = draw(cached)
-    cached.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
-    for _ in range(2):
-        assert close(draw(cached), plain)
-    cached.transformer.disable_cache()
-    cached.transformer.enable_cache(
-        FirstBlockCacheConfig(threshold=1e3)
-    )  # all steps take the first one's rest
-    assert not close(draw(cached), plain)
-
-
-def test_the_stock_pipeline_caches_our_transformer_though_it_names_no_call():
-    many = stock_transformer(num_layers=3, num_embeds_ada_norm=1000)  # the null class that it takes
-    stock = stock_pipeline(stirred(convert(many, block_grid=(2, 2))))
-
-    def array():
-        return stock([1], num_inference_steps=4, generator=generator(0), output_type="np").images
-
-    plain = array()
-    stock.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
-    assert np.abs(array() - plain).max() < 1e-5
-    stock.transformer.disable_cache()
-    stock.transformer.enable_cache(FirstBlockCacheConfig(threshold=1e3))
-    first = array()
-    assert np.abs(first - plain).max() > 1e-5 and np.array_equal(array(), first)
-
-
-@pytest.mark.parametrize("name", DIT_SCHEDULERS)
-def test_named_schedulers_diffuse_as_dit_was_trained(name):
-    scheduler = dit_scheduler(name)
-    assert torch.allclose(scheduler.betas, torch.linspace(1e-4, 0.02, 1000))
-    assert scheduler.config.prediction_type == "epsilon" and not scheduler.config.get("clip_sample")
-    changed = dit_scheduler(name, prediction_type="v_prediction")
-    assert changed.config.prediction_type == "v_prediction"
-
-
-def test_a_scheduler_is_swapped_from_the_config_of_another(pipe):
-    swapped = pipeline(pipe.transformer)
-    swapped.scheduler = DDPMScheduler.from_config(swapped.scheduler.config, variance_type="learned_range")
-    assert draw(swapped).isfinite().all()
-
-
-@pytest.mark.parametrize("kind", [DPMSolverMultistepScheduler, DPMSolverSinglestepScheduler])
-def test_a_solver_that_would_cut_channels_off_is_refused_with_what_to_type(pipe, kind):
-    swapped = pipeline(pipe.transformer)
-    swapped.scheduler = kind.from_config(dit_scheduler("ddpm").config)
-    with pytest.raises(
-        ValueError, match="keeps 3 of the 4 latent channels: use pipe.scheduler = DPM"
-    ) as caught:
-        draw(swapped)
-    assert "\n" not in str(caught.value)
-    swapped.scheduler = kind.from_config(swapped.scheduler.config, variance_type=None)
-    assert draw(swapped).isfinite().all()
-
-
-def test_the_parallel_ddpm_reads_the_same_variances(pipe):
-    one, two = pipeline(pipe.transformer), pipeline(pipe.transformer)
-    one.scheduler = dit_scheduler("ddpm")
-    two.scheduler = DDPMParallelScheduler.from_config(one.scheduler.config)
-    assert close(draw(one), draw(two))
-
-
 BAD_CALLS = [
     ({"class_labels": [-1]}, "class label -1: give a name or a number from 0 to 9"),
     ({"class_labels": [11]}, "class label 11: give a name"),
@@ -441,35 +242,6 @@ def test_settings_that_cannot_work_are_refused():
         fixed(1)
     with pytest.raises(ValueError, match="choose one of ddim, ddpm, dpm-solver"):
         dit_scheduler("ddpm-250")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("offload", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
-def test_offloading_twice_with_shared_components_draws_the_same_picture(offload):
-    expected = draw(pipeline().to("cuda"), output_type="latent", generator=generator(0)).cpu()
-    first = pipeline()
-    getattr(first, offload)()
-    second = MHLADiTPipeline(**first.components, default_steps=3)
-    second.set_progress_bar_config(disable=True)
-    getattr(second, offload)()
-    for each in (first, second):
-        latents = draw(each, output_type="latent").cpu()
-        assert ((latents - expected).norm() / expected.norm()) < 1e-4
-
-
-def test_the_autoencoder_decodes_in_tiles_and_slices(pipe):
-    tiled = pipeline(pipe.transformer)
-    tiled.vae = autoencoder()
-    tiled.vae.enable_tiling()
-    tiled.vae.enable_slicing()
-    assert draw(tiled, (1, 2), height=40, width=40, num_inference_steps=1).shape == (2, 3, 40, 40)
-
-
-def test_a_compiled_transformer_draws_the_same(pipe):
-    compiled = pipeline(convert(restore(pipe.transformer), block_grid=(2, 2)))
-    expected = draw(compiled)
-    compiled.transformer = torch.compile(compiled.transformer, fullgraph=True, backend="aot_eager")
-    assert close(draw(compiled), expected)
 
 
 def test_a_folder_in_the_original_layout_is_refused_in_one_line(tmp_path):
