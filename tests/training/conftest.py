@@ -1,13 +1,15 @@
-"""A toy SANA base folder and toy pictures that train in seconds on one CPU core."""
+"""A toy SANA base folder, toy pictures that train in seconds on one CPU core, and toy DiTs of classes."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderDC, DPMSolverMultistepScheduler
+from diffusers import AutoencoderDC, DiTPipeline, DPMSolverMultistepScheduler
 from PIL import Image
+from tiny_dit import LABELS, stock_pipeline
 
+import mhla_diffusion
 from mhla_diffusion.training.tokenizer import train_tokenizer
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220), "grey": (120, 120, 120)}
@@ -138,3 +140,95 @@ def recipe_file(tmp_path, base, pictures):
         return path
 
     return write
+
+
+CLASS_RECIPE = """
+[run]
+name = "toy"
+seed = 3
+steps = 6
+batch_size = 4
+log_every = 2
+device = "cpu"
+tracker = "none"
+out = "{out}"
+
+[model]
+base = "{base}"
+transformer_class = "MHLADiTTransformer2DModel"
+
+[model.transformer]
+num_attention_heads = 2
+attention_head_dim = 8
+num_layers = 2
+sample_size = 8
+patch_size = 2
+out_channels = 8
+mhla_block_grid = [2, 2]
+mhla_gate = true
+
+[data]
+path = "{pictures}"
+size = 32
+cache = "{cache}"
+
+[optimizer]
+lr = 0.002
+mixing_lr = 0.5
+warmup = 2
+
+[checkpoint]
+every = 3
+"""
+
+
+@pytest.fixture(scope="session")
+def class_folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("classes")
+    for i, name in enumerate(["blue_whale", "umbrella", "goldfish"]):
+        (folder / name).mkdir()
+        for j in range(3):
+            Image.new("RGB", (32, 32), (80 * i, 60 * j, 90)).save(folder / name / f"{j}.png")
+    return folder
+
+
+@pytest.fixture
+def class_recipe(tmp_path, base, class_folders):
+    def write(name="toy", data=None, text=CLASS_RECIPE):
+        path = tmp_path / f"{name}.toml"
+        path.write_text(
+            text.format(
+                out=tmp_path / name, base=base, pictures=data or class_folders, cache=tmp_path / "cache"
+            )
+        )
+        return path
+
+    return write
+
+
+@pytest.fixture
+def adapt(class_recipe):
+    """A recipe without a fresh transformer, for a base that has one."""
+    start = CLASS_RECIPE.index("[model.transformer]")
+    text = CLASS_RECIPE[:start] + CLASS_RECIPE[CLASS_RECIPE.index("[data]") :]
+    text = text.replace('transformer_class = "MHLADiTTransformer2DModel"\n', "").replace(
+        "size = 32", "size = 16"
+    )
+    return lambda name="adapted", data=None: class_recipe(name, data, text)
+
+
+@pytest.fixture
+def stock(tmp_path):
+    """A stock DiT pipeline folder with three of its ten classes named."""
+    pipe = stock_pipeline()
+    published_start = pipe.transformer.transformer_blocks[0].norm1.emb.state_dict()
+    for layer in pipe.transformer.transformer_blocks:  # one embedder, as released weights have
+        layer.norm1.emb.load_state_dict(published_start)
+    folder = tmp_path / "stock"
+    pipe.save_pretrained(folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(
+        json.dumps({**index, "id2label": {str(k): v for k, v in LABELS.items()}})
+    )
+    assert type(mhla_diffusion.load_pipeline(folder)) is DiTPipeline
+    return folder
