@@ -86,7 +86,7 @@ def make_videos(folder: Path, rows: list[dict]) -> None:
         tiles = draw.integers(0, 256, (16, 16, 3)).repeat(8, 0).repeat(8, 1)
         step = 4 if row["file"].startswith("a moving") else 0
         frames = np.stack([np.roll(tiles, index * step, 1) for index in range(5)])
-        frames = frames + draw.integers(0, 5, frames.shape)
+        frames = frames + draw.integers(0, 40, frames.shape)
         save_video(frames.clip(0, 255).astype(np.uint8), folder / row["file"], fps=8, beside=False)
 
 

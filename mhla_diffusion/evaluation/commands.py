@@ -99,7 +99,7 @@ def progress_bar(total: int | None):
 
 
 def run_protocol(args: argparse.Namespace) -> int:
-    from .image_protocols import find_protocol
+    from .image_protocols import check_weights, find_protocol
 
     check_numbers(args)
     if args.protocol is None and args.protocol_file is None:
@@ -125,6 +125,7 @@ def run_protocol(args: argparse.Namespace) -> int:
         raise ValueError(f"protocol {protocol.name} compares with real pictures: give --reference SET")
     if args.prompts or args.random_weights or args.clip_model or args.clip_pretrained:
         raise ValueError(f"protocol {protocol.name} reads no prompts and no CLIP: leave those options out")
+    check_weights(protocol, tuple(args.metrics or ()), dict(args.weights), args.skip_missing)
 
     from .image_scores import as_lines, score, write_result
     from .picture_sets import holds_pictures
@@ -195,23 +196,24 @@ def add_stats(parts, add_command: Callable) -> None:
 
 
 def run_stats(args: argparse.Namespace) -> int:
-    from .image_protocols import find_protocol
+    from .image_protocols import check_weights, find_protocol
 
     protocol = find_protocol(args.protocol)
     check_numbers(args)
     out = Path(args.out)
     if out.suffix != ".npz":
         raise ValueError(f"{out} must end with .npz")
-
-    from .image_scores import build_extractor, environment, gather
-    from .reference_statistics import write_statistics
-
-    pictures = opened(args, args.pictures, args.split)
     metrics = tuple(metric for metric in protocol.metrics if metric in ("fd", "sfd"))
     if not metrics:
         raise ValueError(
             f"protocol {protocol.name} compares no means and covariances: give its pictures to eval run"
         )
+    check_weights(protocol, metrics, dict(args.weights), False)
+
+    from .image_scores import build_extractor, environment, gather
+    from .reference_statistics import write_statistics
+
+    pictures = opened(args, args.pictures, args.split)
     extractor = build_extractor(protocol, dict(args.weights), args.device, metrics)
     taps = set(extractor.taps)
     with progress_bar(len(pictures)) as bar:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from .faults import MissingWeights
+from .networks.weight_files import find_weights
 
 # Metric -> tap of the network it reads, and whether more is better (None: neither).
 METRICS = {
@@ -86,5 +89,51 @@ def find_protocol(name: str, more: Iterable[str] = ()) -> ImageProtocol:
 
     names = (*PROTOCOLS, *more)
     near = difflib.get_close_matches(name, names, n=1)
-    hint = f", did you mean {near[0]}?" if near else ""
-    raise ValueError(f"no protocol is called {name!r}{hint} They are {', '.join(names)}")
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    raise ValueError(f"no protocol is called {name!r}{hint}; they are {', '.join(names)}")
+
+
+def with_weights(
+    protocol: ImageProtocol, metrics: tuple[str, ...], weights: Mapping[str, str], skip_missing: bool
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """The metrics whose weights are there, and why the others are not computed.
+
+    Raises MissingWeights, unless `skip_missing` and one remains.
+    """
+    others = tuple(metric for metric in metrics if metric != "inception_score")
+    if "inception_score" not in metrics or not others:
+        return metrics, {}
+    role = "inception-classifier"  # the only metric with weights that the others of its protocol do not need
+    try:
+        find_weights(role, weights.get(role))
+    except MissingWeights as error:
+        if not skip_missing:
+            raise MissingWeights(
+                f"inception_score: {error}. The other {len(others)} metrics of {protocol.name} can run: "
+                "add --skip-missing"
+            ) from None
+        return others, {"inception_score": str(error)}
+    return metrics, {}
+
+
+def check_roles(protocol: ImageProtocol, weights: Mapping[str, str]) -> None:
+    """Raise ValueError for weights that the protocol does not use."""
+    foreign = sorted(weights.keys() - set(protocol.roles))
+    if foreign:
+        raise ValueError(
+            f"protocol {protocol.name} uses no weights {foreign[0]!r}: it uses {', '.join(protocol.roles) or 'none'}"
+        )
+
+
+def check_weights(
+    protocol: ImageProtocol, metrics: tuple[str, ...] | None, weights: Mapping[str, str], skip_missing: bool
+) -> None:
+    """Raise MissingWeights, before torch is imported, unless what these metrics need is there."""
+    check_roles(protocol, weights)
+    metrics, _ = with_weights(protocol, metrics or protocol.metrics, weights, skip_missing)
+    if protocol.features == "inception":
+        role = "inception-classifier" if "inception_score" in metrics else "inception"
+        # The classifier's file has all that the other has.
+        find_weights(role, weights.get(role) or weights.get("inception-classifier"))
+    elif protocol.roles:
+        find_weights(protocol.roles[0], weights.get(protocol.roles[0]))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..pipelines.pictures import write_atomically
 from ..provenance import DISTRIBUTIONS, versions
-from .faults import InsufficientSamples, MissingWeights, ReferenceMismatch
-from .image_protocols import METRICS, ImageProtocol
+from .faults import InsufficientSamples, ReferenceMismatch
+from .image_protocols import METRICS, ImageProtocol, check_roles, with_weights
 from .metrics.frechet import unclamped_distance
 from .metrics.inception_score import inception_score
 from .metrics.kernel import clip_discrepancy, kernel_distance
@@ -22,7 +22,6 @@ from .metrics.moments import Moments, empty_state, merge_two, moments_of_state, 
 from .metrics.neighbours import nearest, precision_recall, squared_radii
 from .networks import extractors
 from .networks.extractors import Extractor
-from .networks.weight_files import find_weights
 from .picture_sets import PictureSet, compare_sets
 from .reference_statistics import Statistics, check_reference
 
@@ -40,11 +39,7 @@ def build_extractor(
 
     Raises MissingWeights (every place searched), or ValueError for a role that the protocol does not use.
     """
-    foreign = sorted(weights.keys() - set(protocol.roles))
-    if foreign:
-        raise ValueError(
-            f"protocol {protocol.name} uses no weights {foreign[0]!r}: it uses {', '.join(protocol.roles) or 'none'}"
-        )
+    check_roles(protocol, weights)
     if protocol.features == "inception":
         wanted = {METRICS[metric][0] for metric in (metrics or protocol.metrics)}
         taps = tuple(tap for tap in ("spatial", "pool", "logits") if tap in wanted)
@@ -58,29 +53,6 @@ def build_extractor(
     if protocol.features == "random":
         return extractors.random_network(device=device)
     return extractors.transformers_vision(protocol.features, weights.get(protocol.features), device=device)
-
-
-def with_weights(
-    protocol: ImageProtocol, metrics: tuple[str, ...], weights: Mapping[str, str], skip_missing: bool
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The metrics whose weights are there, and why the others are not computed.
-
-    Raises MissingWeights, unless `skip_missing` and one remains.
-    """
-    others = tuple(metric for metric in metrics if metric != "inception_score")
-    if "inception_score" not in metrics or not others:
-        return metrics, {}
-    role = "inception-classifier"  # the only metric with weights that the others of its protocol do not need
-    try:
-        find_weights(role, weights.get(role))
-    except MissingWeights as error:
-        if not skip_missing:
-            raise MissingWeights(
-                f"inception_score: {error}. The other {len(others)} metrics of {protocol.name} can run: "
-                "add --skip-missing"
-            ) from None
-        return others, {"inception_score": str(error)}
-    return metrics, {}
 
 
 class Gathered:
@@ -217,6 +189,7 @@ def score(
     theirs = None
     if pictures is not None and (wanted or not statistics):
         theirs = gather(pictures, extractor, moments=set() if statistics else moments, features=wanted, **how)
+    notes += samples.doubts() + (pictures.doubts() if theirs else [])
     compared = time.perf_counter()
     values = values_of(chosen, ours, theirs, statistics, protocol, seed, notes)
     result = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import tarfile
 import zipfile
 from abc import ABC, abstractmethod
@@ -44,6 +45,7 @@ class PictureSet(ABC):
         self.source, self.count, self.mixed_sizes, self.background = source, count, mixed_sizes, background
         self.sizes: Counter[tuple[int, int]] = Counter()  # (height, width), of the last pass
         self.modes: Counter[str] = Counter()
+        self.brightest = 0  # value of all that were read
         self.codecs = {}
 
     def __len__(self) -> int:
@@ -73,6 +75,7 @@ class PictureSet(ABC):
         """
         self.sizes.clear()
         self.modes.clear()
+        self.brightest = 0
         for part in self.read(start, self.count, step, batch_size, workers):
             kept: list[Tensor] = []
             for index, picture, mode in zip(*part, strict=True):
@@ -87,12 +90,22 @@ class PictureSet(ABC):
                     )
                 self.sizes[size] += 1
                 self.modes[mode] += 1
+                self.brightest = max(self.brightest, int(picture.max()))
                 if kept and kept[0].shape != picture.shape:
                     yield torch.stack(kept)
                     kept = []
                 kept.append(picture)
             if kept:
                 yield torch.stack(kept)
+
+    def doubts(self) -> list[str]:
+        """Warnings about values that cannot be right, after a pass."""
+        if self.brightest > 1:
+            return []
+        return [
+            f"no value in {self.source} is above {self.brightest}: every picture is black, as of floats in [0, 1] that "
+            "were cast to bytes and not multiplied by 255"
+        ]
 
     def about(self) -> dict:
         """What result files store about the set."""
@@ -334,6 +347,11 @@ def open_pictures(
     return found
 
 
+def same_place(one: str, other: str) -> bool:
+    """Whether two sources are the same, by way of links, too; the split of a tar is part of its source."""
+    return one == other or os.path.realpath(one) == os.path.realpath(other)
+
+
 def compare_sets(samples: PictureSet, reference: PictureSet) -> list[str]:
     """Warnings about two sets that are to be compared, before any is read.
 
@@ -341,7 +359,7 @@ def compare_sets(samples: PictureSet, reference: PictureSet) -> list[str]:
     """
     found = []
     if samples.listing() == reference.listing():
-        if samples.source == reference.source and not isinstance(samples, Tensors):
+        if same_place(samples.source, reference.source) and not isinstance(samples, Tensors):
             raise ValueError(f"{samples.source} is both the samples and the reference: give two sets")
         found.append(
             f"{samples.source} and {reference.source} list the same pictures: is one a copy of the other?"

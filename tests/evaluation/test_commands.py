@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -165,6 +167,43 @@ def test_a_mistake_is_one_line(folders, capsys, words, status, message):
     assert main(["eval", *(places.get(word, word) for word in words)]) == status
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+def test_missing_weights_are_named_before_torch_is_imported(folders):
+    """At once, in a program that could not even import what takes seconds."""
+    samples, real = str(folders / "samples"), str(folders / "real")
+    lines = [
+        ["run", "fd_dinov2", "--samples", samples, "--reference", real],
+        ["run", "fid_adm_full", "--samples", samples, "--reference", real],
+        ["run", "cmmd", "--samples", samples, "--reference", real, "--weights", "clip-image=nowhere"],
+        ["run", "clip_score", "--samples", samples],
+        ["stats", real, "x.npz", "--protocol", "fd_dinov2"],
+        ["run", "--protocol", "mjhq30k_sana", "--samples", samples, "--reference", real, "--prompts", "x"],
+        ["vbench", "plan", "x.json"],
+    ]
+    code = (
+        "import json, sys\n"
+        "sys.modules['torch'] = None\n"
+        "from mhla_diffusion.cli import main\n"
+        "print([main(['eval', *line]) for line in json.loads(sys.argv[1])])\n"
+    )
+    command = [sys.executable, "-c", code, json.dumps(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=folders)
+    assert done.stdout == f"{[3] * len(lines)}\n", done.stderr
+    told = done.stderr.splitlines()
+    assert len(told) == len(lines) and all("searched" in line or "nowhere" in line for line in told)
+    assert "The other 5 metrics of fid_adm_full can run: add --skip-missing" in told[1]
+
+
+def test_pictures_that_are_all_black_are_doubted(folders, capsys):
+    """Case: floats in [0, 1] were cast to bytes."""
+    np.savez(folders / "cast.npz", arr_0=(pattern(9).permute(0, 2, 3, 1) > 127).to(torch.uint8).numpy())
+    line = ["eval", "run", "smoke", "--samples", str(folders / "cast.npz"), "--out", str(folders / "a.json")]
+    with pytest.warns(UserWarning, match="no uint8 value is above 1"):
+        assert main([*line, "--reference", str(folders / "real")]) == 0
+    assert "every picture is black, as of floats" in capsys.readouterr().err
+    found = json.loads((folders / "a.json").read_text())["warnings"]
+    assert len([note for note in found if "cast.npz is above 1" in note]) == 1
 
 
 def test_the_list_says_what_can_run(capsys):

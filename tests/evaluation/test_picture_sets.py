@@ -142,6 +142,9 @@ def test_the_same_set_twice_is_refused_and_codecs_are_compared(tmp_path):
     png, copy, jpeg = (open_pictures(path) for path in (png, copy, jpeg))
     with pytest.raises(ValueError, match="both the samples and the reference"):
         compare_sets(png, png)
+    (tmp_path / "link").symlink_to(png.source)
+    with pytest.raises(ValueError, match="both the samples and the reference"):
+        compare_sets(png, open_pictures(tmp_path / "link"))
     assert "list the same pictures" in compare_sets(png, copy)[0]
     assert jpeg.codecs == {"jpeg": 4} and "JPEG alone moves FID" in compare_sets(png, jpeg)[0]
     x = open_pictures(torch.from_numpy(raw).permute(0, 3, 1, 2))

@@ -106,13 +106,15 @@ def run_file(args: argparse.Namespace) -> int:
     )
     from tqdm import tqdm
 
-    from ..image_scores import write_result
-    from .report import as_lines, write_grid, write_markdown
     from .runner import run
 
     with tqdm(unit="sample", disable=not sys.stderr.isatty(), leave=False) as bar:
         inputs.progress = bar.update
         result, status = run(protocol, inputs, say=lambda text: print(f"mhla: {text}", file=sys.stderr))
+    # Late: they import torch, which takes seconds, and what is missing should be named at once.
+    from ..image_scores import write_result
+    from .report import as_lines, write_grid, write_markdown
+
     out.mkdir(parents=True, exist_ok=True)
     if protocol.samples.kind in ("pictures", "videos"):
         try:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from ..networks.weight_files import find_weights
 from .protocols import TEXT_IMAGE_PROTOCOLS, TextImageProtocol
 
 
@@ -28,6 +29,11 @@ def run_text_image(args: argparse.Namespace, protocol: TextImageProtocol, opened
         raise ValueError(
             f"{protocol.name} is of {protocol.model}, {protocol.pretrained}: for another model run clip_score"
         )
+    weights = dict(args.weights)
+    if not args.random_weights and weights.keys() <= {*protocol.roles, *protocol.optional}:
+        # Said before torch is imported, which takes seconds.
+        for role in protocol.roles:
+            find_weights(role, weights.get(role))
     from ..image_scores import as_lines, write_result
     from .run import score_set
 
@@ -39,7 +45,7 @@ def run_text_image(args: argparse.Namespace, protocol: TextImageProtocol, opened
             opened,
             prompts=args.prompts,
             whole=args.limit is None,
-            weights=dict(args.weights),
+            weights=weights,
             device=args.device,
             long_prompts=args.long_prompts,
             clip_model_name=args.clip_model,

@@ -265,6 +265,9 @@ def test_a_grid_of_pictures_and_of_videos(folders, capsys):
         assert message in capsys.readouterr().err
 
 
+WHALE = {"prompt": "a whale", "seed": 0, "dimensions": ["scene"]}
+
+
 def test_videos_and_the_results_of_vbench(tmp_path, capsys):
     videos = tmp_path / "samples"
     videos.mkdir()
@@ -290,7 +293,7 @@ def test_videos_and_the_results_of_vbench(tmp_path, capsys):
         "schema_version": 1,
         "warnings": [],
         "settings": {},
-        "videos": [{"file": f"a whale-{i}.mp4"} for i in range(3)],
+        "videos": [{"file": f"a whale-{i}.mp4"} | WHALE for i in range(3)],
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     check = protocol(
@@ -327,7 +330,12 @@ def test_a_result_says_with_what_the_samples_were_drawn(folders, capsys):
 
 def test_no_video_of_the_plan_is_there(tmp_path, capsys):
     (tmp_path / "samples").mkdir()
-    plan = {"schema_version": 1, "warnings": [], "settings": {}, "videos": [{"file": "a whale-0.mp4"}]}
+    plan = {
+        "schema_version": 1,
+        "warnings": [],
+        "settings": {},
+        "videos": [{"file": "a whale-0.mp4"} | WHALE],
+    }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     common = [
         "eval",
