@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from accelerate import infer_auto_device_map
 from diffusers import (
     FirstBlockCacheConfig,
     MagCacheConfig,
@@ -226,17 +225,6 @@ def test_shards_go_to_chosen_devices_and_to_the_disk(tmp_path):
     assert relative(run(spread), expected) < 1e-6
 
 
-def test_a_device_map_never_cuts_a_layer():
-    ours = model(**EVERYTHING)
-    size = sum(parameter.nbytes for parameter in ours.transformer_blocks[0].parameters())
-    mapped = infer_auto_device_map(
-        ours, {"cpu": 4 * size, "disk": 1 << 30}, no_split_module_classes=ours._no_split_modules
-    )
-    layers = [name for name in mapped if name.startswith("transformer_blocks")]
-    assert len(layers) == 3 and all(name.count(".") == 1 for name in layers)
-    assert {mapped[name] for name in layers} == {"cpu", "disk"}
-
-
 def test_a_single_file_is_refused_with_the_command_that_reads_it(tmp_path):
     with pytest.raises(ValueError, match=r"mhla convert .*sana.safetensors OUT --block-grid 4,4") as caught:
         MHLASanaTransformer2DModel.from_single_file(str(tmp_path / "sana.safetensors"))
@@ -317,33 +305,3 @@ def test_bitsandbytes_quantises_the_linear_layers_and_leaves_the_mixing(bits, tm
     inputs = {name: x.to("cuda") for name, x in transformer_inputs(dtype=torch.bfloat16).items()}
     out = ours(**inputs).sample.float().cpu()
     assert out.isfinite().all() and relative(out, run(model(**EVERYTHING))) < 0.3
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", [{"offload_type": "leaf_level"}, {"num_blocks_per_group": 1}])
-@pytest.mark.parametrize("use_stream", [False, True])
-def test_group_offload_on_the_gpu_reads_every_weight_where_it_is(kind, use_stream):
-    ours = model(**EVERYTHING)
-    inputs = {name: x.to("cuda") for name, x in transformer_inputs().items()}
-    with torch.no_grad():
-        expected = model(**EVERYTHING).to("cuda")(**inputs).sample
-        ours.enable_group_offload(
-            onload_device=torch.device("cuda"),
-            offload_device=torch.device("cpu"),
-            use_stream=use_stream,
-            **kind,
-        )
-        for _ in range(2):
-            assert relative(ours(**inputs).sample, expected) < 1e-5
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("regional", [False, True])
-def test_compiled_by_inductor_in_one_graph_on_the_gpu(regional):
-    torch._dynamo.reset()
-    ours = model(**EVERYTHING).to("cuda")
-    inputs = {name: x.to("cuda") for name, x in transformer_inputs().items()}
-    with torch.no_grad():
-        expected = ours(**inputs).sample
-        (ours.compile_repeated_blocks if regional else ours.compile)(fullgraph=True)
-        assert relative(ours(**inputs).sample, expected) < 1e-4

@@ -5,6 +5,8 @@ from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import Gemma2Config, Gemma2Model, PreTrainedTokenizerFast
 
+from mhla_diffusion.models.sana import MHLASanaTransformer2DModel
+
 WORDS = ["a", "an", "of", "on", "red", "green", "blue", "apple", "whale", "flat", "3d", "emoji", "two"]
 TEXT_WIDTH = 16
 TRANSFORMER = {
@@ -19,6 +21,8 @@ TRANSFORMER = {
     "caption_channels": TEXT_WIDTH,
     "sample_size": 8,
 }
+# Every part that MHLA can add to a layer.
+EVERYTHING = {"mhla_gate": True, "mhla_local_conv": 3, "mhla_norm_out": True, "mhla_per_head_mixing": True}
 
 
 def stock_transformer(seed: int = 0, **changes) -> SanaTransformer2DModel:
@@ -39,6 +43,15 @@ def transformer_inputs(
         "timestep": torch.linspace(20.0, 900.0, batch),
         "encoder_attention_mask": mask,
     }
+
+
+def model(seed: int = 0, **options) -> MHLASanaTransformer2DModel:
+    torch.manual_seed(seed)
+    return MHLASanaTransformer2DModel(**({"mhla_block_grid": (2, 2)} | TRANSFORMER | options)).eval()
+
+
+def run(target: torch.nn.Module, **inputs) -> torch.Tensor:
+    return target(**(inputs or transformer_inputs())).sample
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
