@@ -23,10 +23,10 @@ settings.load_profile("default")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave the tests marked `gpu` out, instead of skipping them, where there is no CUDA device."""
-    if HAS_CUDA:
-        return
-    left_out = [item for item in items if item.get_closest_marker("gpu")]
+    """Leave the tests marked `gpu`, or `gpu(2)`, out, instead of skipping them, where there are not as many GPUs."""
+    gpus = torch.cuda.device_count() if HAS_CUDA else 0
+    marks = [(item, item.get_closest_marker("gpu")) for item in items]
+    left_out = [item for item, mark in marks if mark and gpus < (mark.args[0] if mark.args else 1)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        items[:] = [item for item in items if item not in set(left_out)]

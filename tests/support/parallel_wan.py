@@ -1,6 +1,6 @@
 """Wan over several processes: the cases, and the program that each process runs.
 
-    python parallel_wan.py RANK RANKS FOLDER
+    python parallel_wan.py RANK RANKS FOLDER cpu|cuda
 
 writes `rank-R.pt` into the folder: for each case the output and, if it trains, the loss's gradients of this process.
 """
@@ -26,6 +26,7 @@ class Case(NamedTuple):
     token_timesteps: bool = False
     backward: bool = False
     backend: str = "auto"
+    compiled: bool = False
 
 
 RING, ULYSSES = {"kind": "ring"}, {"kind": "ulysses"}
@@ -49,7 +50,17 @@ CASES = {
         {**EVERYTHING, "mhla_layers": [0], "mhla_other_layers": "softmax", "num_attention_heads": 6}, ULYSSES
     ),
     "timesteps of tokens": Case({}, RING, token_timesteps=True),
+    "compiled": Case(EVERYTHING, {"kind": "ring", "anything": True}, size=RAGGED, compiled=True),
 }
+
+
+UNEVEN = Case({}, RING, size=(5, 10, 6))  # 75 tokens, in a configuration that wants equal shares
+# Three processes: what is slow under Triton's interpreter or to compile has been seen with two.
+FOR_THREE = ("divided", "ragged", "one frame", "hybrid", "ragged hybrid")
+
+
+def cases_of(ranks: int) -> dict[str, Case]:
+    return {name: case for name, case in CASES.items() if ranks == 2 or name in FOR_THREE}
 
 
 def model_of(case: Case) -> torch.nn.Module:
@@ -67,19 +78,18 @@ def inputs_of(case: Case) -> dict:
     return inputs
 
 
-def result_of(model: torch.nn.Module, case: Case) -> dict:
+def result_of(model: torch.nn.Module, case: Case, device: str = "cpu") -> dict:
     """Output, and the gradients of a loss that weighs every element differently."""
-    inputs = inputs_of(case)
+    model.to(device)
+    inputs = {name: x.to(device) for name, x in inputs_of(case).items()}
     if not case.backward:
         with torch.no_grad():
-            return {"sample": model(**inputs).sample}
+            return {"sample": model(**inputs).sample.cpu()}
     sample = model(**inputs).sample
-    weights = torch.randn(sample.shape, generator=torch.Generator().manual_seed(3))
+    weights = torch.randn(sample.shape, generator=torch.Generator().manual_seed(3)).to(device)
     (sample * weights).sum().backward()
-    return {
-        "sample": sample.detach(),
-        **{name: x.grad for name, x in model.named_parameters() if x.grad is not None},
-    }
+    gradients = {name: x.grad.cpu() for name, x in model.named_parameters() if x.grad is not None}
+    return {"sample": sample.detach().cpu(), **gradients}
 
 
 def config_of(case: Case, ranks: int) -> ContextParallelConfig:
@@ -88,18 +98,32 @@ def config_of(case: Case, ranks: int) -> ContextParallelConfig:
     return ContextParallelConfig(**options)
 
 
-def main(rank: int, ranks: int, folder: Path) -> None:
+def main(rank: int, ranks: int, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False
     # Named with its device: Diffusers looks for "cpu" there before it sends the sizes of uneven shares.
-    dist.init_process_group("cpu:gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    backend = "cpu:gloo"
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
     results = {}
-    for name, case in CASES.items():
-        model = model_of(case)
+    for name, case in cases_of(ranks).items():
+        model = model_of(case).to(device)
         model.enable_parallelism(config=config_of(case, ranks))
-        results[name] = result_of(model, case)
+        if case.compiled:
+            model.compile_repeated_blocks(fullgraph=True, dynamic=False, backend="aot_eager")
+        results[name] = result_of(model, case, device)
+    if ranks == 2:
+        model = model_of(UNEVEN).to(device)
+        model.enable_parallelism(config=config_of(UNEVEN, ranks))
+        try:
+            result_of(model, UNEVEN, device)
+        except ValueError as error:
+            results["uneven"] = str(error)
     torch.save(results, folder / f"rank-{rank}.pt")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
