@@ -11,6 +11,7 @@ import math
 
 import torch
 from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 from torch import Tensor
 
 from .autoencoder import AutoencoderRecipe, fit, save
@@ -42,6 +43,20 @@ def lay_channels_last(module: torch.nn.Module) -> None:
 def mean_of(autoencoder: AutoencoderKLWan, pixels: Tensor) -> Tensor:
     """Latents `(B, C, frames, h, w)` of pixels `(B, 3, F, H, W)` in [-1, 1]."""
     return autoencoder.encode(pixels).latent_dist.mode()
+
+
+def unclamped(autoencoder: AutoencoderKLWan, latents: Tensor) -> Tensor:
+    """`autoencoder.decode(latents).sample` before it is cut to [-1, 1].
+
+    Nothing is learned from what is cut: a pixel that is far too bright would stay so.
+    """
+    x = autoencoder.post_quant_conv(latents)
+    memory = [None] * sum(isinstance(module, WanCausalConv3d) for module in autoencoder.decoder.modules())
+    frames = [
+        autoencoder.decoder(frame, feat_cache=memory, feat_idx=[0], first_chunk=index == 0)
+        for index, frame in enumerate(x.split(1, dim=2))
+    ]
+    return torch.cat(frames, 2)
 
 
 def as_input(clips: Tensor) -> Tensor:
@@ -122,7 +137,7 @@ def train_video_autoencoder(recipe: AutoencoderRecipe, device: str) -> dict:
         return mean_of(autoencoder, pixels)
 
     def decode(latents: Tensor) -> Tensor:
-        return autoencoder.decode(latents).sample
+        return unclamped(autoencoder, latents)
 
     with torch.backends.cudnn.flags(enabled=True, benchmark=True):  # few shapes, each met at every step
         done = fit(recipe, autoencoder, encode, decode, batch, device)
