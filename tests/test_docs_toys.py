@@ -48,9 +48,7 @@ KINDS = {
     "path/to/Wan2.1-T2V-1.3B-Diffusers": lambda: WanPipeline(
         **tiny_wan_pipeline.components(tiny_wan.stock_transformer())
     ),
-    "path/to/SANA-Video_2B_480p_diffusers": lambda: SanaVideoPipeline(
-        **tiny_sana_video_pipeline.components()
-    ),
+    "path/to/SANA-Video_2B_480p_diffusers": tiny_sana_video_pipeline.stock_pipeline,
 }
 
 
