@@ -108,7 +108,7 @@ def accepted(path: Path, job: Job, expected: Sequence[str]) -> tuple[float, list
 def explained(log: str) -> str:
     """What went wrong, of the last lines that a process wrote."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    if "weights_only" in log:
+    if "Weights only load failed" in log:
         return (
             "its weights hold more than tensors, and reading them could run code: if you trust where they are from, "
             "add --trust-weights"

@@ -18,6 +18,7 @@ from typing import Any
 from ..faults import MissingWeights, ReferenceMismatch
 from ..networks.weight_files import sha256_of
 from .aggregate import one_score
+from .check import LONG_SECONDS
 from .dimensions import DIMENSIONS, members
 from .environment import MissingEnvironment, probe, python_of
 from .jobs import Job, jobs_of, listing, run_job
@@ -248,5 +249,10 @@ def drawing(videos: Path, notes: list[str]) -> dict[str, Any]:
         found, more = drawn_with(str(videos), "videos", {})
     except ValueError as error:  # PyAV, which reads it, is an extra
         found, more = {}, [f"how the videos were drawn is not known: {error}"]
+    frames, fps = found.get("frames"), found.get("fps")
+    if isinstance(frames, int) and isinstance(fps, int | float) and frames / fps >= LONG_SECONDS:
+        notes.append(
+            f"videos of {frames / fps:.1f} s: from 5 s on papers report VBench-Long, and this is VBench"
+        )
     notes += more
     return found

@@ -264,6 +264,15 @@ def test_any_videos_are_scored_without_a_plan(environment, here, capsys):
     assert json.loads((here / "total.json").read_text())["settings"]["mode"] == "custom_input"
 
 
+def test_videos_for_vbench_long_are_warned_about(environment, here, capsys):
+    tiny_vbench.weights(here / "weights")
+    for path in (here / "videos").iterdir():
+        frames = np.zeros((2, 16, 16, 3), np.uint8)
+        save_video(frames, path, fps=8, settings={"frames": 81, "fps": 16}, beside=False)
+    assert scored(environment, dimensions=[MOTION]) == 0
+    assert "videos of 5.1 s: from 5 s on papers report VBench-Long" in capsys.readouterr().err
+
+
 def test_a_plan_of_another_prompt_list_is_refused(environment, here, capsys):
     tiny_vbench.weights(here / "weights")
     (here / "info.json").write_text(json.dumps(tiny_vbench.RECORDS, indent=1))
