@@ -14,9 +14,13 @@ from pathlib import Path
 from .dimensions import DIMENSIONS, GROUP_WEIGHTS, members
 
 
+# Mean cosines of a video and its text, which can be negative.
+COSINES = {"appearance_style", "temporal_style", "overall_consistency"}
+
+
 @dataclass
 class RawScores:
-    """Raw score of each dimension, in [0, 1], and where it came from."""
+    """Raw score of each dimension, in [0, 1] (cosines in [-1, 1]), and where it came from."""
 
     values: dict[str, float] = field(default_factory=dict)
     videos: dict[str, int] = field(default_factory=dict)  # how many a result file lists
@@ -85,9 +89,10 @@ def one_score(name: str, value, source: str) -> tuple[float, int | None]:
         raise ValueError(f"{source}: {name} is {value!r}, no number: score that dimension again")
     if not math.isfinite(value):
         raise ValueError(f"{source}: {name} is {value}: no video was scored; score that dimension again")
-    if not 0 <= value <= 100:
+    least = -1 if name in COSINES else 0
+    if not least <= value <= 100:
         raise ValueError(
-            f"{source}: {name} is {value}, outside [0, 1]: are that dimension's weights the right ones?"
+            f"{source}: {name} is {value}, outside [{least}, 1]: are that dimension's weights the right ones?"
         )
     return float(value), videos
 

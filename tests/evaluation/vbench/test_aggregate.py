@@ -91,7 +91,8 @@ def test_scores_out_of_100_are_taken_as_such_and_named(tmp_path):
     ("content", "message"),
     [
         ('{"scene": NaN}', "scene is nan: no video was scored"),
-        ('{"overall_consistency": 324.1}', r"outside \[0, 1\]: are that dimension's weights"),
+        ('{"overall_consistency": 324.1}', r"outside \[-1, 1\]: are that dimension's weights"),
+        ('{"overall_consistency": -1.1}', r"outside \[-1, 1\]"),
         ('{"scene": -0.1}', r"outside \[0, 1\]"),
         ('{"scene": true}', "no number"),
         ('{"scene": []}', "no number"),
@@ -106,6 +107,12 @@ def test_a_broken_result_is_named(tmp_path, content, message):
     with pytest.raises(ValueError, match=message) as error:
         read_results([tmp_path])
     assert "a.json" in str(error.value)
+
+
+def test_a_cosine_may_be_negative(tmp_path):
+    assert read_results([result_file(tmp_path / "a.json", temporal_style=-0.02)]).values == {
+        "temporal_style": -0.02
+    }
 
 
 def test_what_holds_no_results_is_named(tmp_path):
