@@ -133,22 +133,9 @@ def make_plan(
     """
     shapes = {key: spec[0] for file in files for key, spec in file.specs.items()}
     owner = {key: file for file in files for key in file.specs}
-    found: Layout | None = None
-    if stored is None:
-        found = find_layout(shapes, layout)
-        moves, left_out, unexpected = expand(found, shapes)
-        if unexpected:
-            raise ValueError(unexpected_message("the checkpoint", unexpected, found))
-        name = found.model
-        known = checked_arguments(given or {}, family_named(name).ours, "--config")
-        if block_grid is not None:  # a file may hold a number of blocks that does not tell their grid
-            known["mhla_block_grid"] = tuple(block_grid)
-        arguments = found.read_config(shapes, lambda key: owner[key].read(key), known)
-    else:
-        if layout not in ("auto", "diffusers"):
-            raise ValueError(f"the folder is in Diffusers' layout, not in {layout!r}: leave --from out")
-        moves, left_out = [Move(key, key) for key in shapes], {}
-        name, arguments = class_and_arguments(stored)
+    name, arguments, found, moves, left_out = described(
+        owner, shapes, stored, layout, given or {}, block_grid
+    )
     family = family_named(name)
     converted_before = name == family.ours.__name__
     given = checked_arguments(given or {}, family.ours, "--config")
@@ -198,6 +185,31 @@ def make_plan(
                     move.take(file.read(move.source)).double(), file, move, plan.grids
                 )
     return plan
+
+
+def described(
+    owner: Mapping[str, TensorFile],
+    shapes: Mapping[str, tuple[int, ...]],
+    stored: Mapping | None,
+    layout: str,
+    given: Mapping,
+    block_grid: Sequence[int] | None,
+) -> tuple[str, dict, Layout | None, list[Move], dict[str, str]]:
+    """Class name and arguments of the model in the files, its layout if it is not Diffusers', the moves of its keys,
+    and the keys that are left out with the reason."""
+    if stored is not None:
+        if layout not in ("auto", "diffusers"):
+            raise ValueError(f"the folder is in Diffusers' layout, not in {layout!r}: leave --from out")
+        return *class_and_arguments(stored), None, [Move(key, key) for key in shapes], {}
+    found = find_layout(shapes, layout)
+    moves, left_out, unexpected = expand(found, shapes)
+    if unexpected:
+        raise ValueError(unexpected_message("the checkpoint", unexpected, found))
+    known = checked_arguments(given, family_named(found.model).ours, "--config")
+    if block_grid is not None:  # a file may hold a number of blocks that does not tell their grid
+        known["mhla_block_grid"] = tuple(block_grid)
+    arguments = found.read_config(shapes, lambda key: owner[key].read(key), known)
+    return found.model, arguments, found, moves, left_out
 
 
 def class_and_arguments(stored: Mapping) -> tuple[str, dict]:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from diffusers import CacheMixin, DiTTransformer2DModel
 from diffusers.configuration_utils import register_to_config
-from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
 from diffusers.loaders import PeftAdapterMixin
 from diffusers.models.attention import AttentionMixin, BasicTransformerBlock
 from diffusers.models.attention_processor import Attention
@@ -18,6 +17,7 @@ from diffusers.utils import apply_lora_scale
 from torch import nn
 
 from ..attention import GridSelfAttention, MHLADiTAttention, SoftmaxDiTAttention
+from .layers import known_to_caches
 from .mixin import MHLAModelMixin
 from .options import check_choice
 
@@ -25,6 +25,7 @@ from .options import check_choice
 LABEL_DROPOUT = 0.1
 
 
+@known_to_caches
 class MHLADiTTransformerBlock(nn.Module):
     """A DiT layer that hands the token grid to its self-attention; built around the modules of a stock one.
 
@@ -87,13 +88,6 @@ def embedded(
     return torch.func.functional_call(embedder, near, arguments, options)
 
 
-# Block caches (FirstBlockCache and the like) find a layer's inputs and outputs by its exact class.
-TransformerBlockRegistry.register(
-    MHLADiTTransformerBlock,
-    TransformerBlockMetadata(return_hidden_states_index=0, return_encoder_hidden_states_index=None),
-)
-
-
 class MHLADiTTransformer2DModel(
     MHLAModelMixin, DiTTransformer2DModel, AttentionMixin, PeftAdapterMixin, CacheMixin
 ):
@@ -109,7 +103,8 @@ class MHLADiTTransformer2DModel(
     A grid of any shape thus covers the range that the model was trained on, stretched on each axis by itself.
 
     Args (besides the stock ones):
-        mhla_layers: indices of the layers that use MHLA; None: all, `[]`: none (equal to stock bit for bit).
+        mhla_layers: which layers use MHLA: None or "all"; a share such as "2/3" (all but layers 0, 3, 6, ...); or
+            indices; `[]`: none (equal to stock bit for bit).
         mhla_block_grid: blocks per axis, (rows, columns): counts, so one model serves every resolution.
         mhla_feature_eps: added to relu(q), relu(k).
         mhla_normalizer: "paper", "none" or "official", see `mhla_attention`.
@@ -158,7 +153,7 @@ class MHLADiTTransformer2DModel(
         norm_type: str = "ada_norm_zero",
         norm_elementwise_affine: bool = False,
         norm_eps: float = 1e-5,
-        mhla_layers: list[int] | None = None,
+        mhla_layers: list[int] | str | None = None,
         mhla_block_grid: tuple[int, int] = (4, 4),
         mhla_feature_eps: float = 1e-6,
         mhla_normalizer: str = "paper",

@@ -3,15 +3,16 @@
 import torch
 from diffusers import CacheMixin, SanaTransformer2DModel
 from diffusers.configuration_utils import register_to_config
-from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
 from torch import nn
 
 from ..attention import GridSelfAttention, MHLASanaAttention, SoftmaxSanaAttention
+from .layers import known_to_caches
 from .mixin import MHLAModelMixin
 
 
+@known_to_caches
 class MHLASanaTransformerBlock(nn.Module):
     """A SANA layer that hands the token grid to its self-attention; built around the modules of a stock one.
 
@@ -68,13 +69,6 @@ class MHLASanaTransformerBlock(nn.Module):
         return hidden_states + gate_ff * x.flatten(2, 3).permute(0, 2, 1)
 
 
-# Block caches (FirstBlockCache and the like) find a layer's inputs and outputs by its exact class.
-TransformerBlockRegistry.register(
-    MHLASanaTransformerBlock,
-    TransformerBlockMetadata(return_hidden_states_index=0, return_encoder_hidden_states_index=None),
-)
-
-
 class MHLASanaTransformer2DModel(MHLAModelMixin, SanaTransformer2DModel, CacheMixin):
     """`SanaTransformer2DModel` with MHLA (arXiv 2601.07832) as the self-attention of chosen layers.
 
@@ -82,7 +76,8 @@ class MHLASanaTransformer2DModel(MHLAModelMixin, SanaTransformer2DModel, CacheMi
     equal to the stock model's. Latents `(B, in_channels, h, w)`, captions `(B, L, caption_channels)`.
 
     Args (besides the stock ones):
-        mhla_layers: indices of the layers that use MHLA; None: all, `[]`: none (equal to stock bit for bit).
+        mhla_layers: which layers use MHLA: None or "all"; a share such as "2/3" (all but layers 0, 3, 6, ...); or
+            indices; `[]`: none (equal to stock bit for bit).
         mhla_block_grid: blocks per axis, (rows, columns): counts, so one model serves every resolution.
         mhla_feature_eps: added to relu(q), relu(k); 0 in a converted SANA.
         mhla_normalizer: "paper", "none" or "official", see `mhla_attention`.
@@ -130,7 +125,7 @@ class MHLASanaTransformer2DModel(MHLAModelMixin, SanaTransformer2DModel, CacheMi
         guidance_embeds_scale: float = 0.1,
         qk_norm: str | None = None,
         timestep_scale: float = 1.0,
-        mhla_layers: list[int] | None = None,
+        mhla_layers: list[int] | str | None = None,
         mhla_block_grid: tuple[int, int] = (4, 4),
         mhla_feature_eps: float = 1e-6,
         mhla_normalizer: str = "paper",

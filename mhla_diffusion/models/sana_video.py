@@ -5,18 +5,19 @@ from typing import Any
 import torch
 from diffusers import CacheMixin, SanaVideoTransformer3DModel
 from diffusers.configuration_utils import register_to_config
-from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
 from diffusers.models.transformers.transformer_sana_video import SanaVideoTransformerBlock
 from torch import nn
 
 from ..attention import GridSelfAttention
 from ..sana_video_attention import QK_NORMS, MHLASanaVideoAttention, SoftmaxSanaVideoAttention
 from ..wan_attention import WanPositions
+from .layers import known_to_caches
 from .mixin import MHLAModelMixin
 from .options import check_choice
 from .wan import MHLAWanRotaryPosEmbed
 
 
+@known_to_caches
 class MHLASanaVideoTransformerBlock(SanaVideoTransformerBlock):
     """A SANA-Video layer whose self-attention may be one of ours; built around the modules of a stock one.
 
@@ -60,13 +61,6 @@ class MHLASanaVideoTransformerBlock(SanaVideoTransformerBlock):
             width,
             rotary_emb,
         )
-
-
-# Block caches (FirstBlockCache and the like) find a layer's inputs and outputs by its exact class.
-TransformerBlockRegistry.register(
-    MHLASanaVideoTransformerBlock,
-    TransformerBlockMetadata(return_hidden_states_index=0, return_encoder_hidden_states_index=None),
-)
 
 
 class MHLASanaVideoTransformer3DModel(MHLAModelMixin, SanaVideoTransformer3DModel, CacheMixin):

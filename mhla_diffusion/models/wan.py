@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.configuration_utils import register_to_config
-from diffusers.hooks._helpers import TransformerBlockMetadata, TransformerBlockRegistry
 from diffusers.loaders import WanLoraLoaderMixin
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed, WanTransformerBlock
 from torch import nn
@@ -13,6 +12,7 @@ from torch import nn
 from ..attention import GridSelfAttention
 from ..mixing import handed_out
 from ..wan_attention import MHLAWanAttention, SoftmaxWanAttention, WanPositions
+from .layers import known_to_caches
 from .mixin import MHLAModelMixin
 
 AXES = ("frames", "rows", "columns")
@@ -66,6 +66,7 @@ class MHLAWanRotaryPosEmbed(WanRotaryPosEmbed):
         return WanPositions(cos, sin, handed_out(self, self.frequencies), hidden_states.new_empty(0, *grid))
 
 
+@known_to_caches
 class MHLAWanTransformerBlock(WanTransformerBlock):
     """A Wan layer whose self-attention may be one of ours; built around the modules of a stock one.
 
@@ -95,13 +96,6 @@ class MHLAWanTransformerBlock(WanTransformerBlock):
         if not isinstance(self.attn1, GridSelfAttention):
             rotary_emb = tuple(rotary_emb[:2])  # all that the stock attention knows
         return super().forward(hidden_states, encoder_hidden_states, temb, rotary_emb)
-
-
-# Block caches (FirstBlockCache and the like) find a layer's inputs and outputs by its exact class.
-TransformerBlockRegistry.register(
-    MHLAWanTransformerBlock,
-    TransformerBlockMetadata(return_hidden_states_index=0, return_encoder_hidden_states_index=None),
-)
 
 
 class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
