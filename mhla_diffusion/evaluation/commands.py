@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ..folders import check_writable
 from .diagnostics.commands import add_attention
 from .image_protocols import METRICS, PROTOCOLS
 from .protocols.commands import add_protocol_commands, add_run_options
@@ -116,6 +117,7 @@ def run_protocol(args: argparse.Namespace) -> int:
             raise ValueError(f"both {args.protocol} and --protocol {args.protocol_file} given: give one")
         return run_file(args)
     args.out = args.out or "outputs/eval.json"
+    check_writable(Path(args.out).parent, "--out")
     if args.results or args.plan:
         raise ValueError(f"protocol {args.protocol} reads no --results and no --plan: leave them out")
     if args.protocol in TEXT_IMAGE_PROTOCOLS:
@@ -203,6 +205,7 @@ def run_stats(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.suffix != ".npz":
         raise ValueError(f"{out} must end with .npz")
+    check_writable(out.parent, "OUT.npz")
     metrics = tuple(metric for metric in protocol.metrics if metric in ("fd", "sfd"))
     if not metrics:
         raise ValueError(

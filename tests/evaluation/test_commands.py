@@ -159,6 +159,22 @@ def test_statistics_take_the_place_of_pictures(folders, capsys):
         ),
         (["run", "fid_adm_full", "--samples", "SAMPLES", "--reference", "REAL"], 3, "needs the classifier"),
         (["stats", "REAL", "out.txt"], 2, "must end with .npz"),
+        (
+            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--device", "cuda:99"],
+            2,
+            "device cuda:99 is not there",
+        ),
+        (
+            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--device", "tpu0"],
+            2,
+            "unknown device 'tpu0'",
+        ),
+        (
+            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--out", "/proc/x/y.json"],
+            2,
+            "give another folder with --out",
+        ),
+        (["stats", "REAL", "/proc/x/y.npz", "--protocol", "smoke"], 2, "cannot write into /proc/x"),
         (["stats", "REAL", "out.npz", "--protocol", "cmmd"], 2, "compares no means"),
     ],
 )

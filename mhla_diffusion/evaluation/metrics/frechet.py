@@ -8,6 +8,9 @@ from torch import Tensor
 from ..faults import InsufficientSamples, ReferenceMismatch
 from .moments import Moments, checked_features
 
+# Below zero by so much of the largest is rounding, of files in float32 at the most.
+NEGLIGIBLE = 1e-3
+
 
 def factor(moments: Moments) -> Tensor:
     """`(d, r)` with F F^T = covariance.
@@ -16,6 +19,10 @@ def factor(moments: Moments) -> Tensor:
     root makes 1e-8 of 1e-16, which is what spoils distances of few samples.
     """
     values, vectors = torch.linalg.eigh((moments.covariance + moments.covariance.T) / 2)
+    if values[0] < -NEGLIGIBLE * values[-1].abs():
+        raise ValueError(
+            f"a covariance has the negative eigenvalue {float(values[0]):.3g}, so it is none: make the statistics again"
+        )
     rank = moments.rank
     return vectors[:, -rank:] * values[-rank:].clamp(min=0).sqrt()
 
@@ -27,7 +34,7 @@ def unclamped_distance(a: Moments, b: Moments) -> Tensor:
 
     Raises:
         ReferenceMismatch: the two have different numbers of features.
-        ValueError: a mean or a covariance is not finite, or not of shapes (d,) and (d, d).
+        ValueError: a mean or a covariance is not finite, not of shapes (d,) and (d, d), or no covariance.
     """
     for moments in (a, b):
         width = len(moments.mean)

@@ -71,6 +71,16 @@ def full_precision(device: torch.device):
 def usable(device: str | torch.device) -> torch.device:
     if str(device) == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if isinstance(device, str):
+        try:
+            chosen = torch.device(device)
+        except RuntimeError:
+            raise ValueError(f"unknown device {device!r}: give auto, cpu, cuda or cuda:0") from None
+        count = torch.cuda.device_count()
+        if chosen.type == "cuda" and (chosen.index or 0) >= count:
+            raise ValueError(
+                f"device {device} is not there ({count} CUDA devices): give --device cpu or auto"
+            )
     return torch.device(device)
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from .dimensions import DIMENSIONS, GROUP_WEIGHTS, members
 
-
 # Mean cosines of a video and its text, which can be negative.
 COSINES = {"appearance_style", "temporal_style", "overall_consistency"}
 

@@ -128,3 +128,15 @@ def test_what_cannot_be_compared_is_refused(sets):
         frechet_distance(Moments(x[0], torch.eye(3)), moments_of(y))
     with pytest.raises(ValueError, match="samples, features"):
         moments_of(x[0])
+
+
+def test_a_covariance_that_is_none_is_refused():
+    """Its distance would be 0 to everything, since negative eigenvalues count as none."""
+    good = Moments(torch.zeros(4).double(), torch.eye(4).double(), None)
+    for bad in (-torch.eye(4), torch.diag(torch.tensor([1.0, 1.0, 1.0, -0.1]))):
+        with pytest.raises(ValueError, match="negative eigenvalue"):
+            frechet_distance(good, Moments(torch.zeros(4).double(), bad.double(), None))
+    rounded = torch.diag(torch.tensor([1.0, 1.0, 1.0, -1e-6])).double()
+    assert frechet_distance(good, Moments(torch.zeros(4).double(), rounded, None)) == pytest.approx(
+        1, abs=1e-5
+    )
