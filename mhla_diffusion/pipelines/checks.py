@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 
 from ..building import BUILDING
 from ..loading import check_layout, check_models
@@ -25,9 +26,12 @@ __all__ = [
     "check_generators",
     "check_multiple",
     "check_number",
+    "check_prompts",
     "check_tensor_inputs",
     "check_texts",
+    "number_of_prompts",
     "round_size",
+    "wanted_tensors",
 ]
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -140,6 +144,39 @@ def check_texts(name: str, texts) -> None:
         return
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{name}={texts!r}: give a string or a non-empty list of strings")
+
+
+def number_of_prompts(prompt: str | list[str] | None, prompt_embeds: torch.Tensor | None) -> int:
+    """How many captions a call was given, as texts or as their embeddings."""
+    if prompt is None:
+        return prompt_embeds.shape[0]
+    return 1 if isinstance(prompt, str) else len(prompt)
+
+
+def check_prompts(prompt, negative_prompt, prompt_embeds, negative_prompt_embeds) -> None:
+    """Raise ValueError unless there are captions in one form, and as many to lead away from, if any."""
+    if (prompt is None) == (prompt_embeds is None):
+        raise ValueError("give either prompt or prompt_embeds, one of the two")
+    if prompt is not None:
+        check_texts("prompt", prompt)
+    if negative_prompt is None:
+        return
+    check_texts("negative_prompt", negative_prompt)
+    prompts = number_of_prompts(prompt, prompt_embeds)
+    if isinstance(negative_prompt, list) and len(negative_prompt) != prompts:
+        raise ValueError(
+            f"negative_prompt has {len(negative_prompt)} entries for {prompts} prompt(s): "
+            "give one string for all, or one for each prompt"
+        )
+    if negative_prompt_embeds is not None:
+        raise ValueError("give either negative_prompt or negative_prompt_embeds, not both")
+
+
+def wanted_tensors(callback: Callable | None, names: list[str] | None) -> list[str]:
+    """Names of the tensors that a step callback is called with: its own, those that were given, or the latents."""
+    if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
+        return callback.tensor_inputs
+    return ["latents"] if names is None else names
 
 
 def check_tensor_inputs(names: list[str] | None, known: list[str]) -> None:

@@ -17,7 +17,6 @@ from diffusers import (
     DiTTransformer2DModel,
     ImagePipelineOutput,
 )
-from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from diffusers.loaders import SanaLoraLoaderMixin
 from diffusers.schedulers import KarrasDiffusionSchedulers
 from diffusers.utils.torch_utils import randn_tensor
@@ -32,6 +31,7 @@ from .checks import (
     check_multiple,
     check_number,
     check_tensor_inputs,
+    wanted_tensors,
 )
 from .dit_schedulers import (
     DIT_SCHEDULERS,
@@ -241,10 +241,9 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
         guidance_scale = self.config.default_guidance_scale if guidance_scale is None else guidance_scale
         own_height, own_width = self.default_size
         height, width = own_height if height is None else height, own_width if width is None else width
-        if isinstance(callback_on_step_end, (PipelineCallback, MultiPipelineCallbacks)):
-            callback_on_step_end_tensor_inputs = callback_on_step_end.tensor_inputs
-        elif callback_on_step_end_tensor_inputs is None:
-            callback_on_step_end_tensor_inputs = ["latents"]
+        callback_on_step_end_tensor_inputs = wanted_tensors(
+            callback_on_step_end, callback_on_step_end_tensor_inputs
+        )
         self.check_inputs(
             guidance_scale, steps, output_type, height, width, eta, callback_on_step_end_tensor_inputs
         )

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
-from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from diffusers.pipelines.sana.pipeline_output import SanaPipelineOutput
 from transformers import Gemma2PreTrainedModel, GemmaTokenizer, GemmaTokenizerFast
 
@@ -19,8 +18,10 @@ from .checks import (
     check_generators,
     check_multiple,
     check_number,
+    check_prompts,
     check_tensor_inputs,
-    check_texts,
+    number_of_prompts,
+    wanted_tensors,
 )
 
 # The stock pipeline has a list of resolutions for these sample sizes only.
@@ -143,10 +144,9 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
         if isinstance(complex_human_instruction, str):
             complex_human_instruction = [complex_human_instruction] if complex_human_instruction else None
 
-        if isinstance(callback_on_step_end, (PipelineCallback, MultiPipelineCallbacks)):
-            callback_on_step_end_tensor_inputs = callback_on_step_end.tensor_inputs
-        elif callback_on_step_end_tensor_inputs is None:
-            callback_on_step_end_tensor_inputs = ["latents"]
+        callback_on_step_end_tensor_inputs = wanted_tensors(
+            callback_on_step_end, callback_on_step_end_tensor_inputs
+        )
 
         check_number("num_inference_steps", steps, minimum=1, whole=True)
         check_number("guidance_scale", guidance_scale, minimum=0)
@@ -183,7 +183,7 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
                 f"{length}: pass max_sequence_length={prompt_embeds.shape[1]} or negative_prompt_embeds of "
                 "the same length"
             )
-        prompts = self._number_of_prompts(prompt, prompt_embeds)
+        prompts = number_of_prompts(prompt, prompt_embeds)
         self._check_noise(generator, latents, prompts * num_images_per_prompt, height, width, binning)
 
         watch = FiniteWatch(callback_on_step_end, callback_on_step_end_tensor_inputs)
@@ -257,20 +257,7 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
         check_multiple("height", height, self.size_multiple)
         check_multiple("width", width, self.size_multiple)
         check_tensor_inputs(callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
-        if (prompt is None) == (prompt_embeds is None):
-            raise ValueError("give either prompt or prompt_embeds, one of the two")
-        if prompt is not None:
-            check_texts("prompt", prompt)
-        if negative_prompt is not None:
-            check_texts("negative_prompt", negative_prompt)
-            prompts = self._number_of_prompts(prompt, prompt_embeds)
-            if isinstance(negative_prompt, list) and len(negative_prompt) != prompts:
-                raise ValueError(
-                    f"negative_prompt has {len(negative_prompt)} entries for {prompts} prompt(s): "
-                    "give one string for all, or one for each prompt"
-                )
-            if negative_prompt_embeds is not None:
-                raise ValueError("give either negative_prompt or negative_prompt_embeds, not both")
+        check_prompts(prompt, negative_prompt, prompt_embeds, negative_prompt_embeds)
         pairs = (
             ("prompt", prompt_embeds, prompt_attention_mask),
             ("negative_prompt", negative_prompt_embeds, negative_prompt_attention_mask),
@@ -290,12 +277,6 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
                     f"negative_prompt_embeds have shape {tuple(negative_prompt_embeds.shape)}: they need "
                     f"that of prompt_embeds, {tuple(prompt_embeds.shape)}"
                 )
-
-    @staticmethod
-    def _number_of_prompts(prompt, prompt_embeds) -> int:
-        if prompt is None:
-            return prompt_embeds.shape[0]
-        return 1 if isinstance(prompt, str) else len(prompt)
 
     def _check_noise(self, generator, latents, pictures: int, height: int, width: int, binning: bool) -> None:
         """Raise ValueError unless generators and latents fit the number and size of the pictures."""

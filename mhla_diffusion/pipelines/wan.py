@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-from diffusers.callbacks import MultiPipelineCallbacks, PipelineCallback
 from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
 from transformers import AutoTokenizer, UMT5EncoderModel
 
@@ -18,9 +17,11 @@ from .checks import (
     check_frames,
     check_generators,
     check_number,
+    check_prompts,
     check_tensor_inputs,
-    check_texts,
+    number_of_prompts,
     round_size,
+    wanted_tensors,
 )
 from .finite import FiniteVideoProcessor, VideoWatch
 
@@ -158,10 +159,9 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
         length = config.max_sequence_length if max_sequence_length is None else max_sequence_length
         height = config.default_height if height is None else height
         width = config.default_width if width is None else width
-        if isinstance(callback_on_step_end, (PipelineCallback, MultiPipelineCallbacks)):
-            callback_on_step_end_tensor_inputs = callback_on_step_end.tensor_inputs
-        elif callback_on_step_end_tensor_inputs is None:
-            callback_on_step_end_tensor_inputs = ["latents"]
+        callback_on_step_end_tensor_inputs = wanted_tensors(
+            callback_on_step_end, callback_on_step_end_tensor_inputs
+        )
 
         if self.denoiser is None:
             raise ValueError("this pipeline has no transformer: load it with one")
@@ -194,7 +194,7 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
                 "guidance needs negative_prompt_embeds, for this pipeline has no text encoder: give them, or "
                 "guidance_scale=1.0"
             )
-        videos = _number_of_prompts(prompt, prompt_embeds) * num_videos_per_prompt
+        videos = number_of_prompts(prompt, prompt_embeds) * num_videos_per_prompt
         check_generators(generator, videos, "video")
         shape = self._latent_shape(videos, frames, height, width)
         self._check_positions(shape)
@@ -301,20 +301,8 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
     ) -> None:
         """Raise a one-line ValueError on a prompt, embedding or callback input that cannot work."""
         check_tensor_inputs(callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
-        if (prompt is None) == (prompt_embeds is None):
-            raise ValueError("give either prompt or prompt_embeds, one of the two")
-        if prompt is not None:
-            check_texts("prompt", prompt)
-        prompts = _number_of_prompts(prompt, prompt_embeds)
-        if negative_prompt is not None:
-            check_texts("negative_prompt", negative_prompt)
-            if isinstance(negative_prompt, list) and len(negative_prompt) != prompts:
-                raise ValueError(
-                    f"negative_prompt has {len(negative_prompt)} entries for {prompts} prompt(s): "
-                    "give one string for all, or one for each prompt"
-                )
-            if negative_prompt_embeds is not None:
-                raise ValueError("give either negative_prompt or negative_prompt_embeds, not both")
+        check_prompts(prompt, negative_prompt, prompt_embeds, negative_prompt_embeds)
+        prompts = number_of_prompts(prompt, prompt_embeds)
         width = self.denoiser.config.text_dim
         for name, embeds in (
             ("prompt_embeds", prompt_embeds),
@@ -380,9 +368,3 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
                     "positions on each axis: load the transformer with a larger rope_max_seq_len, or make smaller "
                     "videos"
                 )
-
-
-def _number_of_prompts(prompt, prompt_embeds) -> int:
-    if prompt is None:
-        return prompt_embeds.shape[0]
-    return 1 if isinstance(prompt, str) else len(prompt)
