@@ -120,7 +120,7 @@ class Gather(NamedTuple):
     Diffusers' own gathers pieces of different sizes, which gloo does not.
     """
 
-    group: dist.ProcessGroup
+    group: "dist.ProcessGroup"
 
     def __call__(self, module: torch.nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
         return _Gathered.apply(output, gather_size_by_comm(output.shape[1], self.group), self.group)

@@ -2,6 +2,8 @@
 
 from .attention import mhla_attention
 from .backends import explain
+from .parallel import parallel_mhla_attention
 from .rotation import GridRope
+from .share import Share
 
-__all__ = ["GridRope", "explain", "mhla_attention"]
+__all__ = ["GridRope", "Share", "explain", "mhla_attention", "parallel_mhla_attention"]

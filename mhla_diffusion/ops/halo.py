@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 
 from .share import Share
+
+if dist.is_available():
+    import torch.distributed._functional_collectives as collectives
 
 __all__ = ["reach_of", "with_neighbours"]
 

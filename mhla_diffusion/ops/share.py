@@ -13,12 +13,14 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 
 from ..blocks import block_table
 from .derived import derived
 from .partition import Partition
 from .rotation import exact_dtype
+
+if dist.is_available():  # some builds of torch come without
+    import torch.distributed._functional_collectives as collectives
 
 __all__ = ["LocalBlocks", "Share", "local_angles", "local_blocks", "sum_over"]
 

@@ -80,6 +80,13 @@ def test_tokens_that_do_not_divide_are_refused_with_what_to_give(shared):
         )
 
 
+def test_every_process_gets_the_pipelines_whole_video(shared):
+    expected = parallel_wan.video_of(parallel_wan.pipeline())
+    for found in shared(2):
+        assert found["video"].shape == expected.shape == (1, 5, 3, 32, 48)
+        assert relative(found["video"], expected) < 1e-4
+
+
 @pytest.mark.gpu(2)
 @SHRUNK
 def test_two_gpus_compute_what_one_process_does(tmp_path):

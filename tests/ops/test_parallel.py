@@ -61,6 +61,28 @@ def options_of(extras: dict, device, normalizer: str, dim: int = 8) -> dict:
     return options
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("normalizer", ["paper", "none"])
+@pytest.mark.parametrize("dim", [128, 112])
+def test_bfloat16_over_three_processes(device, normalizer, dim):
+    tensors = inputs(device, dim=dim, value_dim=dim)
+    tensors = {name: x.detach() if name == "mixing" else x.detach().bfloat16() for name, x in tensors.items()}
+    exact = {name: x.double().requires_grad_() for name, x in tensors.items()}
+    tensors = {name: x.requires_grad_() for name, x in tensors.items()}
+    options = options_of({}, device, normalizer, dim)
+    truth = mhla_attention(**exact, backend="reference", **options)
+    weights = torch.randn(truth.shape, device=device)
+    out = over_ranks(tensors, {}, 3, "triton", normalizer)
+    assert (out - truth).norm() <= 1e-2 * truth.norm()
+    for name, got, wanted in zip(
+        tensors,
+        torch.autograd.grad(out, list(tensors.values()), weights.bfloat16()),
+        torch.autograd.grad(truth, list(exact.values()), weights.double()),
+        strict=True,
+    ):
+        assert (got - wanted).norm() <= 2e-2 * wanted.norm(), name
+
+
 def over_ranks(tensors: dict, extras: dict, ranks: int, backend: str, normalizer: str) -> torch.Tensor:
     """All processes' outputs together. A first pass collects the states, whose sum a second one is given."""
     device = tensors["q"].device
@@ -69,7 +91,7 @@ def over_ranks(tensors: dict, extras: dict, ranks: int, backend: str, normalizer
     def passed(reduce) -> torch.Tensor:
         outs = []
         for start, stop in spans:
-            options = options_of(cut(extras, start, stop), device, normalizer)
+            options = options_of(cut(extras, start, stop), device, normalizer, tensors["q"].shape[-1])
             own = cut(tensors, start, stop)
             outs.append(
                 parallel_mhla_attention(**own, start=start, reduce=reduce, backend=backend, **options)

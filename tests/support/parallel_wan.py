@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tiny_wan
+import tiny_wan_pipeline
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
+
+from mhla_diffusion.pipelines.wan import MHLAWanPipeline
 
 EVERYTHING = {**tiny_wan.EVERYTHING, "mhla_norm_projected": False}
 
@@ -98,6 +101,29 @@ def config_of(case: Case, ranks: int) -> ContextParallelConfig:
     return ContextParallelConfig(**options)
 
 
+def video_of(pipe) -> torch.Tensor:
+    """A clip of a whole pipeline, with guidance."""
+    arguments = {
+        "height": 32,
+        "width": 48,
+        "num_frames": 5,
+        "num_inference_steps": 2,
+        "max_sequence_length": 8,
+    }
+    draw = torch.Generator().manual_seed(4)
+    frames = pipe(
+        "a red apple", "blue", generator=draw, guidance_scale=3.0, output_type="pt", **arguments
+    ).frames
+    return frames.cpu()
+
+
+def pipeline() -> MHLAWanPipeline:
+    transformer = tiny_wan.stirred(tiny_wan.model(**EVERYTHING))
+    pipe = MHLAWanPipeline(**tiny_wan_pipeline.components(transformer))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def main(rank: int, ranks: int, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
@@ -121,6 +147,9 @@ def main(rank: int, ranks: int, folder: Path, device: str) -> None:
             result_of(model, UNEVEN, device)
         except ValueError as error:
             results["uneven"] = str(error)
+        pipe = pipeline().to(device)
+        pipe.transformer.enable_parallelism(config=config_of(CASES["even"], ranks))
+        results["video"] = video_of(pipe)
     torch.save(results, folder / f"rank-{rank}.pt")
     dist.destroy_process_group()
 
