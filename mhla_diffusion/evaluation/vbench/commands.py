@@ -132,6 +132,16 @@ def add_vbench(parts, add_command: Callable, parser_class: type) -> None:
     add("--out", metavar="FILE", help="also write the result as JSON")
 
 
+def check_out(out: str | None) -> None:
+    """Raise ValueError, before anything is computed, unless the file can be written."""
+    if out:
+        from ...folders import check_writable
+
+        if Path(out).is_dir():
+            raise ValueError(f"{out} is a folder: give the name of a file")
+        check_writable(Path(out).parent, "another path")
+
+
 def written(value: dict, out: str | None) -> None:
     if out:
         from ...pipelines.pictures import write_atomically
@@ -151,6 +161,7 @@ def warn(notes: list[str]) -> None:
 def run_plan(args: argparse.Namespace) -> int:
     from .plan import plan, read_records, read_rewritten
 
+    check_out(args.out)
     records, about = read_records(args.prompts)
     rewritten = read_rewritten(args.rewritten, len(records)) if args.rewritten else None
     found = plan(
@@ -178,6 +189,7 @@ def run_check(args: argparse.Namespace) -> int:
     from .check import check_videos, faults
     from .plan import read_plan
 
+    check_out(args.out)
     report = check_videos(
         Path(args.videos),
         read_plan(args.plan),
@@ -201,6 +213,7 @@ def run_flicker(args: argparse.Namespace) -> int:
     from .check import VIDEO_SUFFIXES
     from .flicker import flickering_of_videos
 
+    check_out(args.out)
     folder = Path(args.videos)
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}: give the one with the videos")
@@ -212,6 +225,7 @@ def run_flicker(args: argparse.Namespace) -> int:
 
 
 def run_setup(args: argparse.Namespace) -> int:
+    from ...folders import check_writable
     from .environment import LOCK, build, check_place, default_environment, locked, python_of, steps
 
     environment = (
@@ -222,6 +236,7 @@ def run_setup(args: argparse.Namespace) -> int:
     if wheels and not wheels.is_dir():
         raise ValueError(f"there is no folder {wheels}: give the one with the wheels")
     packages = locked(lock)
+    check_writable(environment, "FOLDER")
     if args.dry_run:
         check_place(environment)
         for command in steps(environment, lock=lock, python=args.python, wheels=wheels):
@@ -275,6 +290,7 @@ def run_run(args: argparse.Namespace) -> int:
 def run_aggregate(args: argparse.Namespace) -> int:
     from .aggregate import aggregate, read_results
 
+    check_out(args.out)
     found = aggregate(read_results(args.results), missing=args.missing)
     for name, row in found["values"].items():
         print(f"{name:24} {row['value']:8.4f}  normalised {row['normalised']:8.4f}")

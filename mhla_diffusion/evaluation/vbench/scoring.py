@@ -158,7 +158,7 @@ def run(
             f"the plan is of another prompt list than {prompts or about['prompts']['path']}: make it again with "
             "--prompts of that file, or give the plan's with --prompts"
         )
-    if plan is not None and not static_filter and any(job.dimension == FLICKER for job in jobs):
+    if not static_filter and any(job.dimension == FLICKER for job in jobs):
         outcome.warnings.append(f"{FLICKER} is of all videos, not of still ones as published")
 
     hashes: dict[str, str] = {}

@@ -257,6 +257,7 @@ def test_any_videos_are_scored_without_a_plan(environment, here, capsys):
     line = ["eval", "vbench", "run", "videos", "--environment", str(environment), "--out", "out"]
     line += ["--weights", "weights", "--device", "cpu"]
     assert main([*line, "--dimensions", MOTION, FLICKER]) == 0
+    assert "is of all videos, not of still ones" in capsys.readouterr().err
     assert len(result(here, MOTION)[1]) == len(result(here, FLICKER)[1]) == 18
     assert main([*line, "--dimensions", "scene"]) == 2
     assert "asks what VBench's own prompts ask for: give their videos with --plan" in capsys.readouterr().err

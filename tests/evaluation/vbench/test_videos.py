@@ -180,3 +180,17 @@ def test_the_commands(tmp_path, prompts, folder, capsys):
     assert main([*base, "check", str(folder), "--plan", made, "--size", "32", "32"]) == 0
     assert "1 of 1 videos are there and alike" in capsys.readouterr().out
     assert main([*base, "plan", made]) == 3
+
+
+def test_a_place_that_cannot_be_written_is_named_before_anything_is_computed(prompts, tmp_path, capsys):
+    (tmp_path / "a.json").write_text('{"scene": 0.5}')
+    for line in (
+        ["plan", "/proc/x/p.json", "--prompts", str(prompts)],
+        ["aggregate", str(tmp_path / "a.json"), "--out", "/proc/x/p.json"],
+        ["aggregate", str(tmp_path / "a.json"), "--out", str(tmp_path)],
+        ["flicker", str(tmp_path), "--out", "/proc/x/p.json"],
+        ["setup", "/proc/x", "--dry-run"],
+    ):
+        assert main(["eval", "vbench", *line]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and ("cannot write into" in err or "is a folder" in err)
