@@ -111,6 +111,7 @@ def test_prompts_stand_on_the_command_line_with_a_seed_each(folder, here):
         ("generate a --steps 2.5", "invalid int value: '2.5'"),
         ("generate a --guidance nan", "guidance is nan"),
         ("generate a b --seeds 1,2,3", "3 seeds for 2 prompts"),
+        ("generate a b --seeds 1,2,3", "for several pictures of each prompt, one call a seed"),
         ("generate a --seeds 1,x", "'1,x' is not a number or numbers joined by commas"),
         ("generate a --out empty.txt/sub", "is a file; give another folder with --out"),
         ("generate a --stepz 3", "unknown option --stepz, did you mean --steps?"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..folders import check_writable
@@ -105,10 +105,12 @@ def run_protocol(args: argparse.Namespace) -> int:
     check_numbers(args)
     if args.protocol is None and args.protocol_file is None:
         raise ValueError("no protocol given: mhla eval list shows them")
+    known: Mapping[str, Path] = {}
     if args.protocol_file is None and args.protocol not in (*PROTOCOLS, *TEXT_IMAGE_PROTOCOLS):
         from .protocols.files import known_protocols
 
-        if args.protocol in known_protocols() or Path(args.protocol).suffix in (".yaml", ".yml"):
+        known = known_protocols()
+        if args.protocol in known or Path(args.protocol).suffix in (".yaml", ".yml"):
             args.protocol, args.protocol_file = None, args.protocol
     if args.protocol_file is not None:
         from .protocols.commands import run_file
@@ -122,7 +124,7 @@ def run_protocol(args: argparse.Namespace) -> int:
         raise ValueError(f"protocol {args.protocol} reads no --results and no --plan: leave them out")
     if args.protocol in TEXT_IMAGE_PROTOCOLS:
         return run_with_prompts(args)
-    protocol = find_protocol(args.protocol, TEXT_IMAGE_PROTOCOLS)
+    protocol = find_protocol(args.protocol, (*TEXT_IMAGE_PROTOCOLS, *known))
     if args.reference is None:
         raise ValueError(f"protocol {protocol.name} compares with real pictures: give --reference SET")
     if args.prompts or args.random_weights or args.clip_model or args.clip_pretrained:

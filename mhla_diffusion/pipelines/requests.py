@@ -104,7 +104,7 @@ def match_seeds(seeds: Sequence[int], count: int) -> list[int]:
     if len(seeds) != count:
         raise ValueError(
             f"{len(seeds)} seeds for {count} prompts (an empty line between prompts counts as one): "
-            f"give one seed for all, or {count} joined by commas"
+            f"give one seed for all, or {count} joined by commas; for several pictures of each prompt, one call a seed"
         )
     return list(seeds)
 

@@ -29,7 +29,14 @@ def test_results_of_one_protocol_make_a_table(tmp_path, capsys):
     out = capsys.readouterr().out.splitlines()
     assert out[0] == "fid_adm" and out[2] == "| result | fd (lower is better) | kid (lower is better) |"
     assert out[4:6] == [f"| {files[0]} | 1.25 |  |", f"| {files[1]} | 2.5 | 0.5 +- 0.1 |"]
-    assert "of 9, 8 samples" in out[-1]
+    assert out[-1] == "fd is of 9, 8 samples: a Fréchet distance depends on the count"
+
+
+def test_counts_are_compared_of_metrics_that_the_first_result_lacks(tmp_path, capsys):
+    files = [result(tmp_path / "a.json", 1)]
+    files += [result(tmp_path / f"{n}.json", 1, kid={"value": 0.5, "n": n}) for n in (8, 9)]
+    assert main(["eval", "compare", *files]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "kid is of 8, 9 samples"
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ def run(
             reason = " ".join(str(error).split()) or type(error).__name__
             faults[name] = error
             parts[name] = {"scorer": part.scorer, "status": "failed", "reason": reason}
-            say(f"{name} failed: {reason}")
+            if len(chosen) > 1:  # of a single part it is raised below
+                say(f"{name} failed: {reason}")
             continue
         for metric, row in found.pop("values").items():
             values[metric if metric not in values else f"{name}.{metric}"] = row

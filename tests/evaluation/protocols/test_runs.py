@@ -133,7 +133,14 @@ def test_a_part_that_fails_does_not_lose_the_others(folders, capsys):
 def test_when_every_part_fails_it_is_a_mistake(folders, capsys):
     (folders / "samples" / "5.png").write_bytes(b"no picture")
     assert run(protocol(folders, SMOKE), folders) == 2
-    assert "cannot be read" in capsys.readouterr().err and not (folders / "out").exists()
+    err = capsys.readouterr().err
+    assert err.count("cannot be read") == 1 and not (folders / "out").exists()
+
+
+def test_an_unknown_name_is_answered_with_protocols_of_both_kinds(folders, capsys):
+    assert main(["eval", "run", "emojy", "--samples", str(folders / "samples")]) == 2
+    err = capsys.readouterr().err
+    assert "did you mean emoji?" in err and "fid_adm" in err and "moving_emoji" in err
 
 
 @pytest.mark.parametrize(
