@@ -54,15 +54,22 @@ class WanPositions(NamedTuple):
         return tuple(self.places.shape[1:])
 
 
-def share_of(config, tokens: int, grid: tuple[int, int, int]) -> Share | None:
-    """This process's share of the tokens under a Diffusers `ParallelConfig`; None: it holds them all.
-
-    Raises ValueError when it does not hold the `tokens` that are its share of the grid.
-    """
+def processes_of(config) -> Share | None:
+    """Which of the processes of a Diffusers `ParallelConfig` this one is; None: tokens are not spread."""
     if config is None or config.context_parallel_config is None:
         return None
     group = config.context_parallel_config._flattened_mesh.get_group()
-    share = Share(dist.get_rank(group), dist.get_world_size(group), group)
+    return Share(dist.get_rank(group), dist.get_world_size(group), group)
+
+
+def share_of(config, tokens: int, grid: tuple[int, int, int]) -> Share | None:
+    """`processes_of` an attention's configuration.
+
+    Raises ValueError when this process does not hold the `tokens` that are its share of the grid.
+    """
+    share = processes_of(config)
+    if share is None:
+        return None
     start, stop = share.span(math.prod(grid))
     if tokens != stop - start:
         raise ValueError(

@@ -15,7 +15,7 @@ from diffusers.models._modeling_parallel import (
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..attention import MHLASelfAttention
-from ..ops.share import Share
+from ..wan_attention import processes_of
 
 OUTPUT = "proj_out"  # behind it every process has all tokens again
 
@@ -92,15 +92,13 @@ class ContextParallelMixin:
         To be called with the latents before the stock forward pass. Raises ValueError on a number of tokens that the
         configuration does not split, where Diffusers would stop with a bare assertion.
         """
-        if self._parallel_config is None:
+        share = processes_of(self._parallel_config)
+        if share is None:
             return timestep
-        context = self._parallel_config.context_parallel_config
         tokens = math.prod(latents.shape[2:]) // math.prod(self.config.patch_size)
-        group = context._flattened_mesh.get_group()
-        share = Share(dist.get_rank(group), dist.get_world_size(group), group)
         if tokens < share.ranks:
             raise ValueError(f"{tokens} tokens for {share.ranks} processes: use at most {tokens} of them")
-        if tokens % share.ranks and not context_is_ragged(context):
+        if tokens % share.ranks and not context_is_ragged(self._parallel_config.context_parallel_config):
             raise ValueError(
                 f"{tokens} tokens do not divide among {share.ranks} processes: give ContextParallelConfig("
                 f"ulysses_degree={share.ranks}, ulysses_anything=True), or ring_degree and ring_anything"
