@@ -133,6 +133,7 @@ def run_protocol(args: argparse.Namespace) -> int:
 
     from .image_scores import as_lines, score, write_result
     from .picture_sets import holds_pictures
+    from .protocols.drawn import note_drawing
     from .reference_statistics import holds_statistics, read_statistics
 
     samples = opened(args, args.samples, args.samples_split)
@@ -158,6 +159,7 @@ def run_protocol(args: argparse.Namespace) -> int:
             skip_missing=args.skip_missing,
             progress=bar.update,
         )
+    note_drawing(result, args.samples)
     write_result(result, Path(args.out))
     for line in as_lines(result):
         print(line)

@@ -13,8 +13,8 @@ MOST_VALUES = 8  # of one setting are listed
 # What must be known of a drawing to draw it again.
 KEYS = ("pipeline", "pipeline_sha256", "pipeline_class", "scheduler", "steps", "guidance", "flow_shift", "height",
         "width", "frames", "fps", "negative_prompt", "dtype", "device", "versions")  # fmt: skip
-# Of these several values make a set that is no single model's.
-ONE_VALUE = ("pipeline_sha256", "scheduler", "steps", "guidance", "flow_shift")
+# Of these several values make a set that was not drawn in one way.
+ONE_VALUE = ("pipeline_sha256", "scheduler", "steps", "guidance", "flow_shift", "negative_prompt")
 
 
 def drawn_with(source: str, kind: str, asked: dict[str, Any]) -> tuple[dict, list[str]]:
@@ -54,6 +54,14 @@ def drawn_with(source: str, kind: str, asked: dict[str, Any]) -> tuple[dict, lis
         if wanted is not None and given is not None and given != wanted:
             notes.append(f"the {kind} were drawn with {key} {given}, the protocol says {wanted}")
     return result, notes
+
+
+def note_drawing(result: dict, source: str) -> None:
+    """Put how pictures were drawn under "settings", and what is odd about it among the warnings, as far as they say."""
+    found, notes = drawn_with(source, "pictures", {})
+    if found.get("known"):
+        result["settings"]["drawn"] = found
+        result["warnings"] += notes
 
 
 def files_of(folder: Path, kind: str) -> tuple[list[Path], Callable[[Path], dict | None]]:

@@ -35,6 +35,7 @@ def run_text_image(args: argparse.Namespace, protocol: TextImageProtocol, opened
         for role in protocol.roles:
             find_weights(role, weights.get(role))
     from ..image_scores import as_lines, write_result
+    from ..protocols.drawn import note_drawing
     from .run import score_set
 
     out = Path(args.out)
@@ -56,6 +57,7 @@ def run_text_image(args: argparse.Namespace, protocol: TextImageProtocol, opened
             workers=args.workers,
             progress=bar.update,
         )
+    note_drawing(result, args.samples)
     write_result(result, out)
     for line in as_lines(result):
         print(line)

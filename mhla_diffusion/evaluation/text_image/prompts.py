@@ -117,25 +117,3 @@ def by_name_of(prompts: dict[str, str], pictures: PictureSet, path: Path, whole:
             f"{lost[0]}: draw it, or score only some with --limit"
         )
     return texts
-
-
-def drawn_with(pictures: PictureSet) -> dict:
-    """How `mhla generate` drew a folder of pictures: settings that all share, seeds, and names of what differs.
-
-    Empty where no picture says.
-    """
-    if not isinstance(pictures, Folder):
-        return {}
-    settings = [read_settings(file) or {} for file in pictures.files]
-    names = {name for each in settings for name in each} - {"prompt", "seed", "defaults"}
-    shared, differing = {}, []
-    for name in sorted(names):
-        values = [each.get(name) for each in settings]
-        if all(value == values[0] for value in values):
-            shared[name] = values[0]
-        else:
-            differing.append(name)
-    seeds = sorted({each["seed"] for each in settings if "seed" in each})
-    if not (shared or differing or seeds):
-        return {}
-    return {**shared, "seeds": seeds, "differing": differing}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..picture_sets import PictureSet
-from .prompts import drawn_with, prompts_of
+from .prompts import prompts_of
 from .protocols import TextImageProtocol
 
 
@@ -67,31 +67,18 @@ def score_set(
             random_weights=random_weights,
             device=device,
         )
-        result = score_captions(pictures, texts, protocol, model, long_prompts=long_prompts, **how)
-        return with_drawing(result, pictures)
+        return score_captions(pictures, texts, protocol, model, long_prompts=long_prompts, **how)
     from ..emoji_world.naming import Namer
     from ..emoji_world.scores import score_retrieval, score_scenes
 
     if protocol.kind == "retrieval":
         texts = prompts_of(pictures, prompts, whole=whole)
-        return with_drawing(score_retrieval(pictures, texts, Namer(weights, device), **how), pictures)
+        return score_retrieval(pictures, texts, Namer(weights, device), **how)
     from ..emoji_world.scenes import read_scenes
 
     scenes = read_scenes(Path(prompts) if prompts else None)
     texts = prompts_of(pictures, None)
-    return with_drawing(score_scenes(pictures, texts, scenes, Namer(weights, device), **how), pictures)
-
-
-def with_drawing(result: dict, pictures: PictureSet) -> dict:
-    """The result with how the pictures were drawn, and a warning where they were not drawn alike."""
-    found = drawn_with(pictures)
-    if found:
-        result["inputs"]["drawn_with"] = found
-    if found.get("differing"):
-        result["warnings"].append(
-            f"the pictures were not drawn alike: they differ in {', '.join(found['differing'])}"
-        )
-    return result
+    return score_scenes(pictures, texts, scenes, Namer(weights, device), **how)
 
 
 def by_geneval(

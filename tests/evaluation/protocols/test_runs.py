@@ -335,6 +335,26 @@ def test_a_result_says_with_what_the_samples_were_drawn(folders, capsys):
     assert "several values of steps: 8, 20" in capsys.readouterr().err
 
 
+def test_runs_without_a_file_say_it_too(folders, capsys):
+    for index, path in enumerate(sorted((folders / "samples").iterdir())):
+        settings = {"prompt": "a cat", "seed": index, "steps": 20 - index // 7, "negative_prompt": ""}
+        save_picture(Image.open(path).convert("RGB"), path, settings)
+    clip = tiny_clip.open_clip_folder(folders / "clip", tiny_clip.open_clip_network())
+    common = ["--samples", str(folders / "samples"), "--out", str(folders / "a.json"), "--device", "cpu"]
+    for more in (
+        ["clip_score", "--weights", f"clip={clip}"],
+        ["smoke", "--reference", str(folders / "real")],
+    ):
+        assert main(["eval", "run", *more, *common]) == 0
+        found = json.loads((folders / "a.json").read_text())
+        assert found["settings"]["drawn"]["seeds"] == {"first": 0, "last": 7, "different": 8}
+        assert found["settings"]["drawn"]["negative_prompt"] == "" and "drawn_with" not in found["inputs"]
+        assert "drawn with several values of steps: 20, 19" in capsys.readouterr().err
+    unknown = [*common, "smoke", "--reference", str(folders / "samples"), "--samples", str(folders / "real")]
+    assert main(["eval", "run", *unknown]) == 0
+    assert "drawn" not in json.loads((folders / "a.json").read_text())["settings"]
+
+
 def test_no_video_of_the_plan_is_there(tmp_path, capsys):
     (tmp_path / "samples").mkdir()
     plan = {

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from mhla_diffusion.evaluation.picture_sets import open_pictures
-from mhla_diffusion.evaluation.text_image.prompts import drawn_with, prompts_of
+from mhla_diffusion.evaluation.text_image.prompts import prompts_of
 from mhla_diffusion.pipelines.pictures import SETTINGS_KEY
 
 NAMES = ("b", "a", "c")
@@ -93,17 +93,3 @@ def test_pictures_without_prompts_are_refused(folder):
     file = write(folder, "a.json", '{"a": "x", "b": "y", "c": "z"}')
     with pytest.raises(ValueError, match="two pictures are named a"):
         prompts_of(open_pictures(folder / "p"), file)
-
-
-def test_how_pictures_were_drawn(folder):
-    from PIL.PngImagePlugin import PngInfo
-
-    pictures = open_pictures(folder / "p")
-    assert drawn_with(pictures) == {}
-    for number, name in enumerate(NAMES):
-        info = PngInfo()
-        settings = {"prompt": name, "seed": number % 2, "steps": 20, "guidance": float(number)}
-        info.add_text(SETTINGS_KEY, json.dumps(settings))
-        Image.new("RGB", (8, 8)).save(folder / "p" / f"{name}.png", pnginfo=info)
-    assert drawn_with(pictures) == {"steps": 20, "seeds": [0, 1], "differing": ["guidance"]}
-    assert drawn_with(open_pictures(torch.zeros(2, 3, 8, 8, dtype=torch.uint8))) == {}
