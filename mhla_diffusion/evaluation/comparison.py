@@ -50,8 +50,19 @@ def features_of(result: dict) -> dict:
     }
 
 
+def weights_of(result: dict) -> dict[str, str]:
+    """Role -> sha256 of each file of weights, of every part."""
+    found = {}
+    for part in (result, *result.get("parts", {}).values()):
+        weights = part.get("features", {}).get("weights")
+        for each in weights if isinstance(weights, list) else [weights]:
+            if isinstance(each, dict) and "sha256" in each:
+                found[each["role"]] = each["sha256"]
+    return found
+
+
 def check_comparable(results: list[dict]) -> list[str]:
-    """Warnings about counts. Raises ReferenceMismatch, naming what differs, for results that do not compare."""
+    """Warnings about weights and counts. Raises ReferenceMismatch, naming what keeps results from comparing."""
     first = basis(results[0])
     for result in results[1:]:
         other = basis(result)
@@ -61,6 +72,14 @@ def check_comparable(results: list[dict]) -> list[str]:
                     f"{results[0]['file']} and {result['file']} do not compare: {key} {first[key]} and {other[key]}"
                 )
     notes = []
+    hashes = [weights_of(result) for result in results]
+    for role in dict.fromkeys(role for each in hashes for role in each):
+        found = list(dict.fromkeys(each[role] for each in hashes if role in each))
+        if len(found) > 1:
+            notes.append(
+                f"{role} is of several files ({', '.join(sha256[:12] for sha256 in found)}): scores of other weights "
+                "do not compare"
+            )
     for metric in dict.fromkeys(metric for result in results for metric in result["values"]):
         counts = [result["values"][metric].get("n") for result in results if metric in result["values"]]
         if len(set(counts)) > 1:

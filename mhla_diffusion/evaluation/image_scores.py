@@ -19,7 +19,7 @@ from .metrics.frechet import unclamped_distance
 from .metrics.inception_score import inception_score
 from .metrics.kernel import clip_discrepancy, kernel_distance
 from .metrics.moments import Moments, empty_state, merge_two, moments_of_state, state_of
-from .metrics.neighbours import nearest, precision_recall, squared_radii
+from .metrics.neighbours import check_counts, nearest, precision_recall, squared_radii
 from .networks import extractors
 from .networks.extractors import Extractor
 from .picture_sets import PictureSet, compare_sets
@@ -171,6 +171,13 @@ def score(
             f"a floor needs the reference's pictures, {reference.path} holds statistics only"
         )
     notes = compare_sets(samples, pictures) if pictures is not None else []
+    if (
+        pictures is not None
+        and {"precision", "recall"} & set(chosen)
+        and min(len(pictures), len(samples)) > 1
+    ):
+        # Now, and not after a pass over the larger set; a single picture is too few for any metric, as `gather` says.
+        check_counts(len(pictures), len(samples))
     skipped: dict[str, str] = {}
     if extractor is None:
         chosen, skipped = with_weights(protocol, chosen, weights or {}, skip_missing)

@@ -12,6 +12,7 @@ from PIL import Image, ImageFilter
 from safetensors.torch import save_file
 
 from mhla_diffusion.cli import main
+from mhla_diffusion.evaluation.faults import InsufficientSamples
 from mhla_diffusion.evaluation.image_protocols import PROTOCOLS
 from mhla_diffusion.evaluation.image_scores import as_lines, score
 from mhla_diffusion.evaluation.networks.extractors import efficientnet, random_network
@@ -183,6 +184,15 @@ def test_a_mistake_is_one_line(folders, capsys, words, status, message):
     assert main(["eval", *(places.get(word, word) for word in words)]) == status
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+def test_too_few_for_neighbours_are_refused_before_a_pass():
+    extractor = random_network(device="cpu")
+    few, many = open_pictures(pattern(3)), open_pictures(pattern(9, seed=1))
+    with pytest.raises(InsufficientSamples, match="9 and 3 samples: k=3 needs at least 4 per side"):
+        score(few, many, PROTOCOLS["smoke"], extractor=extractor)
+    assert extractor.passes == 0
+    assert set(score(few, many, PROTOCOLS["smoke"], extractor=extractor, metrics=("fd",))["values"]) == {"fd"}
 
 
 def test_missing_weights_are_named_before_torch_is_imported(folders):

@@ -32,6 +32,19 @@ def test_results_of_one_protocol_make_a_table(tmp_path, capsys):
     assert out[-1] == "fd is of 9, 8 samples: a Fréchet distance depends on the count"
 
 
+def test_other_weights_of_the_same_network_are_doubted(tmp_path, capsys):
+    files = [result(tmp_path / f"{name}.json", 1) for name in "abc"]
+    for file, sha256, kind in zip(files, ("1" * 64, "1" * 64, "2" * 64), (dict, list, list), strict=True):
+        content = json.loads(open(file).read())
+        weights = {"role": "dinov2", "sha256": sha256}
+        content["features"]["weights"] = weights if kind is dict else [weights]
+        open(file, "w").write(json.dumps(content))
+    assert main(["eval", "compare", *files[:2]]) == 0
+    assert "several files" not in capsys.readouterr().out
+    assert main(["eval", "compare", *files]) == 0
+    assert f"dinov2 is of several files ({'1' * 12}, {'2' * 12})" in capsys.readouterr().out
+
+
 def test_counts_are_compared_of_metrics_that_the_first_result_lacks(tmp_path, capsys):
     files = [result(tmp_path / "a.json", 1)]
     files += [result(tmp_path / f"{n}.json", 1, kid={"value": 0.5, "n": n}) for n in (8, 9)]

@@ -48,6 +48,12 @@ def covered(points: Tensor, centres: Tensor, radii: Tensor, arithmetic: str, chu
     return torch.cat(parts).double().mean()
 
 
+def check_counts(reference: int, samples: int, k: int = 3) -> None:
+    """Raises InsufficientSamples when a side has not more than k samples."""
+    if min(reference, samples) <= k:
+        raise InsufficientSamples(f"{reference} and {samples} samples: k={k} needs at least {k + 1} per side")
+
+
 def precision_recall(
     reference: Tensor, samples: Tensor, *, k: int = 3, arithmetic: str = "float64", chunk: int = 2048
 ) -> Shares:
@@ -69,10 +75,7 @@ def precision_recall(
         raise ReferenceMismatch(
             f"{reference.shape[1]} features on one side, {samples.shape[1]} on the other: use one network"
         )
-    if min(len(reference), len(samples)) <= k:
-        raise InsufficientSamples(
-            f"{len(reference)} and {len(samples)} samples: k={k} needs at least {k + 1} per side"
-        )
+    check_counts(len(reference), len(samples), k)
     how = (arithmetic, chunk)
     return Shares(
         covered(samples, reference, squared_radii(reference, k, *how), *how),
