@@ -65,9 +65,9 @@ def disassembled(cubin: bytes) -> str:
 def lost_descriptors(text: str) -> list[str]:
     """Matrix instructions whose descriptor of an operand in shared memory does not come from a shared address.
 
-    A descriptor's low word starts with a 14-bit address, cut out by SGXT or a mask; steps along the operand add
-    constants to it, and moves may take it through ordinary registers and the stack. Whatever else a register holds is
-    no descriptor.
+    A descriptor's low word starts with a 14-bit address (Triton 3.8 takes 15), cut out by SGXT or a mask; steps along
+    the operand add constants to it, and moves may take it through ordinary registers and the stack. Whatever else a
+    register holds is no descriptor.
     Instructions are read in the text's order.
     """
     kinds: dict[str, str] = {"RZ": CONSTANT, "URZ": CONSTANT}
@@ -114,8 +114,8 @@ def descriptors(arguments: list[str]) -> list[str]:
 def kind(name: str, sources: list[str], kinds: dict[str, str]) -> str:
     """What an instruction leaves in its target."""
     if name.startswith(("USGXT", "SGXT")):
-        return ADDRESS if sources[-1] == "0xe" else OTHER
-    if name.startswith(("ULOP3", "LOP3")) and "0x3fff" in sources:
+        return ADDRESS if sources[-1] in ("0xe", "0xf") else OTHER
+    if name.startswith(("ULOP3", "LOP3")) and not {"0x3fff", "0x7fff"}.isdisjoint(sources):
         return ADDRESS
     if not name.startswith(MOVES):
         return OTHER
