@@ -256,6 +256,9 @@ def run_grid(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if out.suffix.lower() != ".png":
         raise ValueError(f"{out} must end with .png")
+    from ...folders import check_writable
+
+    check_writable(out.parent, "OUT.png")
     from .report import write_grid
 
     count = write_grid(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ..image_protocols import PROTOCOLS
+from ..text_image.protocols import TEXT_IMAGE_PROTOCOLS
 from .schema import Protocol, Unreadable, build, nearest, read_document
 
 VARIABLE = "MHLA_PROTOCOLS"
@@ -43,6 +45,10 @@ def find_file(name: str, beside: Path | None = None) -> Path:
         return known[name]
     if Path(name).suffix in SUFFIXES:
         raise Unreadable(f"there is no protocol file {name}: give its path")
+    if name in (*PROTOCOLS, *TEXT_IMAGE_PROTOCOLS):
+        raise Unreadable(
+            f"{name} is no file: mhla eval run {name} scores by it, mhla eval list says whether it can run here"
+        )
     places = ", ".join(map(str, folders())) or f"nowhere (${VARIABLE} is not set, and this is no checkout)"
     there = f"; there are {', '.join(known)}" if known else "; give the path of a file"
     raise Unreadable(f"no protocol is called {name!r}{nearest(name, known)}; searched {places}{there}")

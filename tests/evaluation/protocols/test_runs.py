@@ -137,6 +137,12 @@ def test_when_every_part_fails_it_is_a_mistake(folders, capsys):
     assert err.count("cannot be read") == 1 and not (folders / "out").exists()
 
 
+@pytest.mark.parametrize("words", [["run", "--samples", "a", "--protocol"], ["doctor"], ["validate"]])
+def test_a_protocol_without_a_file_is_told_from_an_unknown_one(words, capsys):
+    assert main(["eval", *words, "fid_adm"]) == 2
+    assert "fid_adm is no file: mhla eval run fid_adm scores by it" in capsys.readouterr().err
+
+
 def test_an_unknown_name_is_answered_with_protocols_of_both_kinds(folders, capsys):
     assert main(["eval", "run", "emojy", "--samples", str(folders / "samples")]) == 2
     err = capsys.readouterr().err
@@ -270,6 +276,8 @@ def test_a_grid_of_pictures_and_of_videos(folders, capsys):
         target = str(out) if arguments else "grid.jpg"
         assert main(["eval", "grid", str(folders / "samples"), target, *arguments]) == 2
         assert message in capsys.readouterr().err
+    assert main(["eval", "grid", str(folders / "samples"), "/proc/x/grid.png"]) == 2
+    assert "give another folder with OUT.png" in capsys.readouterr().err
 
 
 WHALE = {"prompt": "a whale", "seed": 0, "dimensions": ["scene"]}
