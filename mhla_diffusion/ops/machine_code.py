@@ -27,7 +27,7 @@ class LostDescriptor(RuntimeError):
 def check_when_loaded(kernel: str) -> None:
     """From now on no kernel of this name is loaded in this process that reads through a lost descriptor.
 
-    Only where the assembler is the faulty one; takes some 0.2 s for each kernel. Raises LostDescriptor at its launch.
+    Only where the assembler is the faulty one; each kernel is disassembled for it. Raises LostDescriptor at its launch.
     """
     import triton
 

@@ -11,6 +11,7 @@ Shape names: N tokens, D channels of a head, M blocks, n tokens of the largest b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
@@ -19,45 +20,46 @@ from torch import Tensor
 TILE_NUMBERS = 1 << 23  # numbers of A in memory at a time (64 MiB)
 
 
-class AttentionMatrix:
+class AttentionMatrix(ABC):
     """`(N, N)`, float64. `kind`: softmax, linear or mhla. `rank_bound`: no choice of weights exceeds it."""
 
     kind: str
     tokens: int
     rank_bound: int
 
+    @abstractmethod
     def rows(self, ids: Tensor) -> Tensor:
         """Rows `ids` `(R,)` -> `(R, N)`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def times(self, x: Tensor) -> Tensor:
         """`A x`: `(N, r)` -> `(N, r)`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def transposed_times(self, x: Tensor) -> Tensor:
         """`A^T x`: `(N, r)` -> `(N, r)`."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def core_size(self) -> int:
         """Side of `core()`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def core(self) -> Tensor:
         """A smaller matrix with the same non-zero singular values, to rounding."""
-        raise NotImplementedError
 
+    @abstractmethod
     def squares(self) -> float:
         """Sum of the squared singular values, `||A||_F^2`."""
-        raise NotImplementedError
 
     def fourth_powers(self) -> float | None:
         """Sum of their fourth powers; None where that needs a pass that costs more than all else."""
         return None
 
     @property
+    @abstractmethod
     def device(self) -> torch.device:
-        raise NotImplementedError
+        """Where it is computed."""
 
     def tiles(self) -> Iterator[Tensor]:
         """Ids of rows that are worth computing at a time."""

@@ -6,17 +6,13 @@ import shutil
 import numpy as np
 import pytest
 import tiny_clip
-import tiny_sana
-import tiny_wan
 from PIL import Image
+from protocol_files import protocol, result
 
 from mhla_diffusion.cli import main
 from mhla_diffusion.evaluation.protocols.files import known_protocols, load_protocol
 from mhla_diffusion.evaluation.protocols.scorers import check_protocol, scorers
-from mhla_diffusion.models.sana import MHLASanaTransformer2DModel
 from mhla_diffusion.pipelines.pictures import save_picture
-from mhla_diffusion.pipelines.sana import MHLASanaPipeline
-from mhla_diffusion.pipelines.videos import save_video
 
 REQUIRED = (
     "dit_imagenet256", "dit_imagenet512", "mjhq30k_sana", "geneval", "vbench_standard", "vbench_custom", "emoji",
@@ -41,12 +37,6 @@ def folders(tmp_path):
     return tmp_path
 
 
-def protocol(folder, text: str, name: str = "mine"):
-    path = folder / f"{name}.yaml"
-    path.write_text(f"protocol: {name}\nversion: '1.0'\nsummary: a test\n{text}")
-    return str(path)
-
-
 PICTURES = "samples: {kind: pictures, count: 8, size: [24, 24]}\nreference: {kind: either}\n"
 SMOKE = PICTURES + "parts:\n- {scorer: smoke, metrics: [fd, kid]}\n"
 WITH_CLIP = SMOKE + "- {scorer: clip_score}\n"
@@ -57,10 +47,6 @@ def run(file, folder, *more) -> int:
         ["eval", "run", "--protocol", file, "--samples", str(folder / "samples"), "--reference", str(folder / "real"),
          "--out", str(folder / "out"), "--device", "cpu", *map(str, more)]
     )  # fmt: skip
-
-
-def result(folder) -> dict:
-    return json.loads((folder / "out" / "result.json").read_text())
 
 
 def test_the_protocols_that_come_along_are_sound_and_name_each_scorer_once():
@@ -280,47 +266,6 @@ def test_a_grid_of_pictures_and_of_videos(folders, capsys):
     assert "give another folder with OUT.png" in capsys.readouterr().err
 
 
-WHALE = {"prompt": "a whale", "seed": 0, "dimensions": ["scene"]}
-
-
-def test_videos_and_the_results_of_vbench(tmp_path, capsys):
-    videos = tmp_path / "samples"
-    videos.mkdir()
-    for index in range(2):
-        frames = np.full((5, 16, 16, 3), 100, dtype=np.uint8)
-        save_video(frames, videos / f"a whale-{index}.mp4", fps=8, settings={"prompt": "a whale"})
-    (tmp_path / "scores.json").write_text(json.dumps({"subject_consistency": 0.9, "imaging_quality": 70.0}))
-    text = (
-        "samples: {kind: videos, least: 1}\nparts:\n- {scorer: vbench_flicker}\n"
-        "- {scorer: vbench_totals, metrics: [subject_consistency, imaging_quality]}\n"
-    )
-    common = ["eval", "run", "--samples", str(videos), "--out", str(tmp_path / "out"), "--protocol"]
-    file = protocol(tmp_path, text)
-    assert main([*common, file]) == 2 and "give --results" in capsys.readouterr().err
-    assert main([*common, file, "--results", str(tmp_path / "scores.json")]) == 0
-    values = result(tmp_path)["values"]
-    assert values["temporal_flickering"]["value"] > 0.99 and values["imaging_quality"]["value"] == 0.7
-    totals = protocol(tmp_path, text.replace("imaging_quality", "total"), "totals")
-    assert main([*common, totals, "--results", str(tmp_path / "scores.json")]) == 4
-    assert "hold no total" in result(tmp_path)["failed"]["vbench_totals"]
-
-    plan = {
-        "schema_version": 1,
-        "warnings": [],
-        "settings": {},
-        "videos": [{"file": f"a whale-{i}.mp4"} | WHALE for i in range(3)],
-    }
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    check = protocol(
-        tmp_path, "samples: {kind: videos}\nparts:\n- {scorer: vbench_check, options: {fps: 8}}\n", "check"
-    )
-    assert main([*common, check, "--plan", str(tmp_path / "plan.json")]) == 2
-    assert "2 of 3 expected videos found" in capsys.readouterr().err
-    plan["videos"].pop()
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    assert main([*common, check, "--plan", str(tmp_path / "plan.json")]) == 0
-
-
 def test_a_result_says_with_what_the_samples_were_drawn(folders, capsys):
     for index, path in enumerate(sorted((folders / "samples").iterdir())):
         settings = {
@@ -361,58 +306,3 @@ def test_runs_without_a_file_say_it_too(folders, capsys):
     unknown = [*common, "smoke", "--reference", str(folders / "samples"), "--samples", str(folders / "real")]
     assert main(["eval", "run", *unknown]) == 0
     assert "drawn" not in json.loads((folders / "a.json").read_text())["settings"]
-
-
-def test_no_video_of_the_plan_is_there(tmp_path, capsys):
-    (tmp_path / "samples").mkdir()
-    plan = {
-        "schema_version": 1,
-        "warnings": [],
-        "settings": {},
-        "videos": [{"file": "a whale-0.mp4"} | WHALE],
-    }
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    common = [
-        "eval",
-        "run",
-        "--samples",
-        str(tmp_path / "samples"),
-        "--out",
-        str(tmp_path / "out"),
-        "--protocol",
-    ]
-    check = protocol(tmp_path, "samples: {kind: videos}\nparts:\n- {scorer: vbench_check}\n")
-    assert main([*common, check, "--plan", str(tmp_path / "plan.json")]) == 2
-    assert "0 of 1 expected videos found; first missing: 'a whale-0.mp4'" in capsys.readouterr().err
-
-
-def test_attention_of_a_pipeline(tmp_path, capsys):
-    transformer = MHLASanaTransformer2DModel(**tiny_sana.TRANSFORMER, mhla_block_grid=(2, 2))
-    pipe = MHLASanaPipeline(**tiny_sana.components(tiny_wan.stirred(transformer).eval()))
-    pipe.save_pretrained(tmp_path / "samples")
-    text = (
-        "samples: {kind: pipeline}\nparts:\n- scorer: attention\n"
-        "  options: {steps: 2, at: [1], one_block: true, prompts: [a red apple]}\n"
-    )
-    common = [
-        "eval",
-        "run",
-        "--samples",
-        str(tmp_path / "samples"),
-        "--out",
-        str(tmp_path / "out"),
-        "--protocol",
-    ]
-    assert main([*common, protocol(tmp_path, text)]) == 0
-    values = result(tmp_path)["values"]
-    assert values["mhla.rank"]["n"] == values["one_block.rank"]["n"] == 4
-    assert values["one_block.rank"]["value"] <= 8 < values["mhla.rank"]["value"]
-    assert (tmp_path / "out" / "attention_mixing.png").is_file()
-    for old, new, message in (
-        ("[a red apple]", "apple", "option prompts is 'apple': give a list of texts"),
-        ("at: [1]", "at: [one]", "option at is ['one']: give a list of whole numbers"),
-        ("steps: 2", "steps: two", "option steps is 'two': give a whole number"),
-        ("one_block: true", "one_block: 1", "option one_block is 1: give bool"),
-    ):
-        assert main([*common, protocol(tmp_path, text.replace(old, new))]) == 2
-        assert message in capsys.readouterr().err
