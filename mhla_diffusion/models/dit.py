@@ -73,16 +73,24 @@ class MHLADiTTransformerBlock(nn.Module):
         return hidden_states + gate_ff * self.ff(x)
 
 
+def fetches_itself(module: nn.Module) -> bool:
+    """Whether each part that holds weights has a hook of Diffusers' group offloading, which fetches them."""
+    holders = (part for part in module.modules() if next(part.parameters(recurse=False), None) is not None)
+    registries = (getattr(part, "_diffusers_hook", None) for part in holders)
+    return all(r is not None and r.get_hook("group_offloading") is not None for r in registries)
+
+
 def embedded(
     embedder: nn.Module, timestep: torch.Tensor, class_labels: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
     """`embedder(timestep, class_labels)`, `(B, C)` in x's dtype, on x's device also while its weights lie elsewhere.
 
-    Offloading by blocks fetches a layer's weights when the layer runs; its embedder runs before that.
+    Offloading by blocks fetches a layer's weights when the layer runs; its embedder runs before that. Offloading by
+    leaves, and accelerate's, fetch the embedder's own.
     """
     weights = dict(embedder.named_parameters())
     arguments, options = (timestep, class_labels), {"hidden_dtype": x.dtype}
-    if all(p.device == x.device or p.is_meta for p in weights.values()):
+    if all(p.device == x.device or p.is_meta for p in weights.values()) or fetches_itself(embedder):
         return embedder(*arguments, **options)
     near = {name: p.to(x.device, non_blocking=True) for name, p in weights.items()}
     return torch.func.functional_call(embedder, near, arguments, options)

@@ -6,6 +6,8 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.utils import get_peft_model_state_dict
 from tiny_dit import EVERYTHING, model, relative, run, stirred, stock_transformer, transformer_inputs
 
+from mhla_diffusion.models.dit import fetches_itself
+
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 
 
@@ -74,6 +76,19 @@ def test_a_lora_is_swapped_fused_and_refused_when_it_has_no_place():
         ours.load_lora_adapter(foreign)
     assert "\n" not in str(caught.value)
     assert not any("lora_" in name for name, _ in ours.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_itself"), [({"num_blocks_per_group": 1}, False), ({"offload_type": "leaf_level"}, True)]
+)
+def test_an_embedder_whose_own_parts_are_offloaded_fetches_itself(kind, by_itself):
+    ours, cpu = model(), torch.device("cpu")
+    embedder = ours.transformer_blocks[0].norm1.emb
+    assert not fetches_itself(embedder)
+    ours.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)  # has hooks of the same kind
+    assert not fetches_itself(embedder)
+    ours.enable_group_offload(onload_device=cpu, offload_device=cpu, **kind)
+    assert fetches_itself(embedder) is by_itself
 
 
 @pytest.mark.gpu  # where the extra `quantize` is installed
