@@ -62,7 +62,7 @@ test: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" --numprocesses $(JOBS) --dist worksteal
 
 test-gpu: $(VENV)/.installed-quantize
-	$(BIN)/python -m pytest -m gpu --numprocesses $(GPU_JOBS) --dist worksteal
+	$(BIN)/python -m pytest -v -m gpu --numprocesses $(GPU_JOBS) --dist worksteal
 
 bench: install-dev
 	$(BIN)/mhla bench op --out $(OUT)/op.json

@@ -30,3 +30,13 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_report_header(config):
+    """What the kernels ran on; eval/gpu_tests.py reads it from a kept log."""
+    from mhla_diffusion.provenance import versions
+
+    gpus = torch.cuda.device_count() if HAS_CUDA else 0
+    device = torch.cuda.get_device_name() if gpus else "cpu"
+    parts = versions(("torch", "triton", "diffusers", "transformers"))
+    return f"device: {device} x {gpus}; " + ", ".join(f"{name} {version}" for name, version in parts.items())
