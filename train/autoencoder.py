@@ -11,7 +11,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recipe", help="TOML file, e.g. train/recipes/autoencoder-emoji.toml")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one recipe value"
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override recipe values"
     )
     parser.add_argument("--device", help="cuda or cpu; the GPU when there is one")
     arguments = parser.parse_args()

@@ -230,7 +230,9 @@ def main() -> int:
     parser.add_argument("recipe", nargs="?", default="train/recipes/twins-emoji.toml")
     parser.add_argument("--only", default="", metavar="NAME:SEED,...", help="train these only")
     parser.add_argument("--out", type=Path, default=Path("runs/twins"))
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument(
+        "--set", dest="overrides", nargs="+", action="extend", default=[], metavar="SECTION.KEY=VALUE"
+    )
     parser.add_argument("--report", action="store_true", help="train nothing; write the table and the sheet")
     parser.add_argument("--report-to", type=Path, default=Path("eval/results"), metavar="FOLDER")
     parser.add_argument("--remark", action="append", default=[], help="a sentence for the report; repeatable")

@@ -9,6 +9,7 @@ alike, and a small L2 penalty stops the encoder from escaping that noise by grow
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -37,19 +38,21 @@ class AutoencoderRecipe:
     steps: int = 20000
     batch_size: int = 256
     lr: float = 1e-3
-    warmup: int = 500
-    ema_decay: float = 0.999
+    warmup: int = 500  # steps; at most half of all
+    ema_decay: float = 0.999  # per step
+    ema_every: int = 1  # steps between two updates of the averages
     latent_noise: float = 0.1  # standard deviation of the noise added to latents while training
     latent_penalty: float = 1e-3  # weight of mean(z^2)
     l1_weight: float = 0.5  # beside a mean squared error of weight 1
     edge_weight: float = 0.5  # L1 between image gradients: keeps outlines sharp
+    object_weight: float = 0.0  # clips: how much more a pixel of the object counts than one of the background
+    pool: int = 0  # clips: drawn ahead, and each step takes some, mirrored; 0: every step draws new ones
+    start_from: str = ""  # folder with weights of the same [model] to go on from
     seed: int = 0
     compile: bool = False
     log_every: int = 200
-    channels_last: bool = False  # clips: layout of the convolutions, which changes their speed on a GPU
-    max_minutes: float = (
-        0.0  # 0: no limit; else stop in time and save, the rate falling as if that were the last step
-    )
+    # 0: no limit; else stop in time and save, the rate falling as if that were the last step
+    max_minutes: float = 0.0
 
 
 def augment(rgba: Tensor, generator: torch.Generator) -> Tensor:
@@ -97,13 +100,47 @@ def on_white(rgba: Tensor) -> Tensor:
     return (rgba[:, :3] * alpha + 255 * (1 - alpha)).round().to(torch.uint8)
 
 
-def reconstruction_loss(output: Tensor, target: Tensor, recipe: AutoencoderRecipe) -> Tensor:
-    """Squared, absolute and edge error (of clips also between frames), each a mean over everything, in fp32."""
-    output, target = output.float(), target.float()
-    edges = sum((output - target).diff(dim=d).abs().mean() for d in range(2, output.ndim))
-    return (
-        F.mse_loss(output, target) + recipe.l1_weight * F.l1_loss(output, target) + recipe.edge_weight * edges
+def reconstruction_loss(
+    output: Tensor, target: Tensor, recipe: AutoencoderRecipe, weight: Tensor | None = None
+) -> Tensor:
+    """Squared, absolute and edge error (of clips also between frames), each a mean over everything, in fp32.
+
+    `weight`: how much each pixel counts, of mean 1, `(B, 1, [F,] H, W)`; an edge counts as its second pixel.
+    """
+    error = output.float() - target.float()
+    weight = torch.ones_like(error[:, :1]) if weight is None else weight
+    edges = sum(
+        (error.diff(dim=d).abs() * weight.narrow(d, 1, weight.shape[d] - 1)).mean()
+        for d in range(2, error.ndim)
     )
+    return (
+        (error.square() * weight).mean()
+        + recipe.l1_weight * (error.abs() * weight).mean()
+        + recipe.edge_weight * edges
+    )
+
+
+def load_start(autoencoder: nn.Module, folder: str) -> None:
+    """Loads the weights of a folder in place; an empty name changes nothing.
+
+    Raises ValueError when there is no such folder, or its autoencoder has other weights.
+    """
+    if not folder:
+        return
+    if not Path(folder, "config.json").is_file():
+        raise ValueError(
+            f"start_from is {folder!r}, where no config.json lies; give a folder that a run has saved"
+        )
+    stored = type(autoencoder).from_pretrained(folder, local_files_only=True).state_dict()
+    shapes, others = ({k: list(v.shape) for k, v in s.items()} for s in (autoencoder.state_dict(), stored))
+    differing = [key for key in sorted({*shapes, *others}) if shapes.get(key) != others.get(key)]
+    if differing:
+        key = differing[0]
+        raise ValueError(
+            f"start_from is {folder!r}, whose {key} is of shape {others.get(key)}, not {shapes.get(key)} "
+            f"({len(differing)} differ): give the same [model] as in its config.json"
+        )
+    autoencoder.load_state_dict(stored)
 
 
 @torch.no_grad()
@@ -128,6 +165,14 @@ def latent_std(autoencoder: AutoencoderDC, images: Tensor, batch_size: int = 256
     return torch.cat(parts).std().item()
 
 
+def rate_at(step: int, recipe: AutoencoderRecipe) -> float:
+    """Share of the learning rate at a step counted from 0: a linear warmup, then half a cosine down to 0."""
+    warmup = min(recipe.warmup, recipe.steps // 2)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    return 0.5 + 0.5 * math.cos(math.pi * (step - warmup) / (recipe.steps - warmup))
+
+
 def fit(
     recipe: AutoencoderRecipe,
     autoencoder: nn.Module,
@@ -135,42 +180,40 @@ def fit(
     decode: Callable[[Tensor], Tensor],
     batch: Callable[[int, torch.Generator], Tensor],
     device: str,
+    loss_of: Callable[[Tensor, Tensor, AutoencoderRecipe], Tensor] | None = None,
 ) -> dict:
     """Trains `autoencoder` in place and leaves the averaged weights in it, in evaluation mode.
 
     Args:
         encode, decode: pixels to latents and back, both differentiable; they may be compiled.
         batch: float pixels in [-1, 1] for a step, counted from 0; may draw from the generator.
+        loss_of: what comes back, what should, and the recipe to the loss; `reconstruction_loss` unless given.
 
     Returns the steps done, the minutes and the losses.
     """
-    start = time.monotonic()
+    start, loss_of = time.monotonic(), loss_of or reconstruction_loss
     generator = torch.Generator(device).manual_seed(recipe.seed)
     ema = EMAModel(
-        autoencoder.parameters(), decay=recipe.ema_decay, use_ema_warmup=True, power=0.75, foreach=True
+        autoencoder.parameters(),
+        decay=recipe.ema_decay**recipe.ema_every,
+        use_ema_warmup=True,
+        power=0.75,
+        foreach=True,
     )
     optimizer = torch.optim.AdamW(
         autoencoder.parameters(), lr=recipe.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=device != "cpu"
     )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer,
-        recipe.lr,
-        total_steps=recipe.steps,
-        pct_start=recipe.warmup / recipe.steps,
-        anneal_strategy="cos",
-    )
     autocast = torch.autocast(device, torch.bfloat16, enabled=device != "cpu")
-    step, history = 0, []
+    step, history, logged, done = 0, [], (0, 0.0), 0.0
     for step in range(1, recipe.steps + 1):
+        for group in optimizer.param_groups:  # where the schedule is, by step or by time
+            group["lr"] = recipe.lr * rate_at(max(step - 1, int(done * recipe.steps)), recipe)
         target = batch(step - 1, generator)
         with autocast:
             latent = encode(target)
             noise = torch.randn(latent.shape, device=device, generator=generator)
             output = decode(latent + recipe.latent_noise * noise)
-        loss = (
-            reconstruction_loss(output, target, recipe)
-            + recipe.latent_penalty * latent.float().square().mean()
-        )
+        loss = loss_of(output, target, recipe) + recipe.latent_penalty * latent.float().square().mean()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(autoencoder.parameters(), 1.0)
@@ -179,13 +222,16 @@ def fit(
         done = step / recipe.steps
         if recipe.max_minutes:
             done = min(1.0, max(done, minutes / recipe.max_minutes))
-        # Where the schedule is, by step or by time.
-        schedule.last_epoch = max(step, int(done * recipe.steps)) - 1
-        schedule.step()
-        ema.step(autoencoder.parameters())
+        if step % recipe.ema_every == 0 or done == 1:
+            ema.step(autoencoder.parameters())
         if step % recipe.log_every == 0 or done == 1:
             history.append({"step": step, "loss": loss.item(), "minutes": round(minutes, 3)})
-            print(f"step {step}/{recipe.steps} loss {history[-1]['loss']:.4f} {minutes:.1f} min", flush=True)
+            rate = (step - logged[0]) / max(1e-9, 60 * (minutes - logged[1]))
+            logged = step, minutes
+            print(
+                f"step {step}/{recipe.steps} loss {history[-1]['loss']:.4f} {minutes:.1f} min {rate:.1f} steps/s",
+                flush=True,
+            )
             if not torch.isfinite(loss):
                 raise FloatingPointError(
                     f"autoencoder loss is not finite at step {step}; lower lr and start again"
@@ -224,7 +270,9 @@ def train_autoencoder(recipe: AutoencoderRecipe, sprites: Tensor, validation: Te
         validation: ``(V, 3, S, S)`` uint8 pictures never trained on, for PSNR.
     """
     torch.manual_seed(recipe.seed)
-    autoencoder = AutoencoderDC(**recipe.model).to(device)
+    autoencoder = AutoencoderDC(**recipe.model)
+    load_start(autoencoder, recipe.start_from)
+    autoencoder.to(device)
     encode, decode = autoencoder.encoder, autoencoder.decoder
     if recipe.compile:
         encode, decode = torch.compile(encode), torch.compile(decode)

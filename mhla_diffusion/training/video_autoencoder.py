@@ -8,36 +8,31 @@ term; the posterior's standard deviation is stored as that size.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
 from torch import Tensor
 
-from .autoencoder import AutoencoderRecipe, fit, save
+from .autoencoder import AutoencoderRecipe, fit, load_start, reconstruction_loss, save
 from .moving_emoji import MovingEmoji
+from .wan_one_pass import latents_of, pixels_of
 
 VALIDATION_CLIPS = 192  # of each split
+VISIBLE = 24  # sum over colours, of 255, by which a pixel of the object differs from the background
 
 
 def build(recipe: AutoencoderRecipe) -> AutoencoderKLWan:
-    """A fresh autoencoder whose posterior has the standard deviation `latent_noise` everywhere, and keeps it."""
+    """An autoencoder, fresh or from `start_from`, whose posterior's standard deviation is `latent_noise`, and stays."""
     channels = recipe.model.get("z_dim", 16)
     # Latents are normalised by their own mean and spread once these are known.
     neutral = {"latents_mean": [0.0] * channels, "latents_std": [1.0] * channels}
     autoencoder = AutoencoderKLWan(**{**neutral, **recipe.model})
+    load_start(autoencoder, recipe.start_from)
     with torch.no_grad():  # no gradient ever reaches these rows: only the mean is decoded
         autoencoder.quant_conv.weight[channels:] = 0
         autoencoder.quant_conv.bias[channels:] = 2 * math.log(recipe.latent_noise or 1e-3)
     return autoencoder
-
-
-def lay_channels_last(module: torch.nn.Module) -> None:
-    """Kernels of convolutions with channels last in memory, in place; what they compute then is laid out so, too."""
-    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    for parameter in module.parameters():
-        if parameter.ndim in layouts:
-            parameter.data = parameter.data.contiguous(memory_format=layouts[parameter.ndim])
 
 
 def mean_of(autoencoder: AutoencoderKLWan, pixels: Tensor) -> Tensor:
@@ -45,23 +40,45 @@ def mean_of(autoencoder: AutoencoderKLWan, pixels: Tensor) -> Tensor:
     return autoencoder.encode(pixels).latent_dist.mode()
 
 
-def unclamped(autoencoder: AutoencoderKLWan, latents: Tensor) -> Tensor:
-    """`autoencoder.decode(latents).sample` before it is cut to [-1, 1].
-
-    Nothing is learned from what is cut: a pixel that is far too bright would stay so.
-    """
-    x = autoencoder.post_quant_conv(latents)
-    memory = [None] * sum(isinstance(module, WanCausalConv3d) for module in autoencoder.decoder.modules())
-    frames = [
-        autoencoder.decoder(frame, feat_cache=memory, feat_idx=[0], first_chunk=index == 0)
-        for index, frame in enumerate(x.split(1, dim=2))
-    ]
-    return torch.cat(frames, 2)
-
-
 def as_input(clips: Tensor) -> Tensor:
     """uint8 -> float in [-1, 1]."""
     return clips.float() / 127.5 - 1
+
+
+def shows_object(pixels: Tensor) -> Tensor:
+    """bool `(B, 1, F, H, W)`: pixels in [-1, 1] that are not the colour of the first frame's corner."""
+    return (pixels - pixels[:, :, :1, :1, :1]).abs().sum(1, keepdim=True) > VISIBLE / 127.5
+
+
+def clip_loss(output: Tensor, target: Tensor, recipe: AutoencoderRecipe) -> Tensor:
+    """`reconstruction_loss` in which the object's pixels count `1 + object_weight` times as much as the background's.
+
+    Objects are small, and most of the background is right after a few hundred steps.
+    """
+    weight = 1 + recipe.object_weight * shows_object(target).float()
+    return reconstruction_loss(output, target, recipe, weight / weight.mean())
+
+
+class Pool:
+    """Clips drawn ahead: a step then costs no planning and no drawing.
+
+    They are kept as uint8 on the painter's device: 209 kB each at 17 x 64 x 64.
+    """
+
+    def __init__(self, source: MovingEmoji, count: int, size: tuple[int, int, int], at_once: int = 128):
+        numbers = range(count)
+        self.clips = torch.cat(
+            [source.clips(numbers[i : i + at_once], size)[0] for i in range(0, count, at_once)]
+        )
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """uint8 `(count, 3, F, H, W)`, half of them mirrored left to right, and half upside down."""
+        device = self.clips.device
+        rows = torch.randint(len(self.clips), (count,), device=device, generator=generator)
+        mirrored = torch.rand(2, count, 1, 1, 1, 1, device=device, generator=generator) < 0.5
+        clips = self.clips[rows]
+        clips = torch.where(mirrored[0], clips.flip(-1), clips)
+        return torch.where(mirrored[1], clips.flip(-2), clips)
 
 
 @torch.no_grad()
@@ -78,8 +95,7 @@ def quality(autoencoder: AutoencoderKLWan, clips: Tensor, batch_size: int = 32) 
         decoded = autoencoder.decode(mean_of(autoencoder, target.to(dtype))).sample.float()
         error = (decoded - target).square() / 4  # range 2, so peak^2 = 4
         whole.append(error.mean((1, 2, 3, 4)))
-        corner = chunk[:, :, :1, :1, :1].float()
-        object_ = ((chunk.float() - corner).abs().sum(1, keepdim=True) > 24).expand_as(error)
+        object_ = shows_object(target).expand_as(error)
         moving.append((error * object_).sum((1, 2, 3, 4)) / object_.sum((1, 2, 3, 4)).clamp_min(1))
         ours.append(decoded.diff(dim=2).abs().mean((1, 2, 3, 4)) * 127.5)
         theirs.append(target.diff(dim=2).abs().mean((1, 2, 3, 4)) * 127.5)
@@ -111,44 +127,37 @@ def spread(
 
 
 def train_video_autoencoder(recipe: AutoencoderRecipe, device: str) -> dict:
-    """Trains on clips made on the fly, stores the latents' mean and spread, saves; returns and writes the figures.
+    """Trains on clips made on the fly or drawn ahead, stores the latents' mean and spread, saves; returns the figures.
 
-    Every step sees clips that were never seen before: clip numbers go on from step to step.
+    Without a pool every step sees clips that were never seen before: clip numbers go on from step to step.
     """
     torch.manual_seed(recipe.seed)
     autoencoder = build(recipe).to(device)
-    if recipe.channels_last:
-        lay_channels_last(autoencoder)
-    if recipe.compile:
-        autoencoder.encoder.compile()
-        autoencoder.decoder.compile()
-    frames, height, width = recipe.size
+    size = tuple(recipe.size)
 
     def source(split: str) -> MovingEmoji:
         return MovingEmoji(recipe.data, split, seed=recipe.seed, styles=recipe.styles, device=device)
 
     clips = source("train")
+    pool = Pool(clips, recipe.pool, size) if recipe.pool else None
 
     def batch(step: int, generator: torch.Generator) -> Tensor:
+        if pool is not None:
+            return as_input(pool.draw(recipe.batch_size, generator))
         numbers = range(step * recipe.batch_size, (step + 1) * recipe.batch_size)
-        return as_input(clips.clips(numbers, (frames, height, width))[0])
+        return as_input(clips.clips(numbers, size)[0])
 
-    def encode(pixels: Tensor) -> Tensor:
-        return mean_of(autoencoder, pixels)
-
-    def decode(latents: Tensor) -> Tensor:
-        return unclamped(autoencoder, latents)
-
+    parts = [partial(latents_of, autoencoder), partial(pixels_of, autoencoder), clip_loss]
+    if recipe.compile:
+        parts = [torch.compile(part, dynamic=False) for part in parts]
+    encode, decode, loss_of = parts
     with torch.backends.cudnn.flags(enabled=True, benchmark=True):  # few shapes, each met at every step
-        done = fit(recipe, autoencoder, encode, decode, batch, device)
-    with torch.compiler.set_stance("force_eager"):  # other batch sizes are not worth a compilation
-        ahead = range(recipe.steps * recipe.batch_size, recipe.steps * recipe.batch_size + VALIDATION_CLIPS)
-        mean, std = spread(autoencoder, clips.clips(ahead, (frames, height, width))[0])
-        autoencoder.register_to_config(latents_mean=mean, latents_std=std)
-        scores = {
-            split: quality(
-                autoencoder, source(split).clips(range(VALIDATION_CLIPS), (frames, height, width))[0]
-            )
-            for split in ("heldout", "val")
-        }
+        done = fit(recipe, autoencoder, encode, decode, batch, device, loss_of)
+    ahead = max(recipe.pool, recipe.steps * recipe.batch_size)
+    mean, std = spread(autoencoder, clips.clips(range(ahead, ahead + VALIDATION_CLIPS), size)[0])
+    autoencoder.register_to_config(latents_mean=mean, latents_std=std)
+    scores = {
+        split: quality(autoencoder, source(split).clips(range(VALIDATION_CLIPS), size)[0])
+        for split in ("heldout", "val")
+    }
     return save(recipe, autoencoder, done, {**scores, "latents_mean": mean, "latents_std": std}, device)

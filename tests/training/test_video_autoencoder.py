@@ -9,13 +9,25 @@ from safetensors.torch import load_file
 
 from mhla_diffusion.training import autoencoder
 from mhla_diffusion.training.autoencoder import AutoencoderRecipe, reconstruction_loss, run
+from mhla_diffusion.training.moving_emoji import MovingEmoji
 from mhla_diffusion.training.recipe import read_table
-from mhla_diffusion.training.video_autoencoder import as_input, build, mean_of, quality, spread, unclamped
+from mhla_diffusion.training.video_autoencoder import (
+    Pool,
+    as_input,
+    build,
+    clip_loss,
+    mean_of,
+    quality,
+    spread,
+)
 
 RECIPE = "train/recipes/autoencoder-wan-emoji.toml"
 SMALL = [
     "data=assets/emoji_sample.tar",
     "size=[5, 16, 16]",
+    "compile=false",
+    "pool=0",
+    "start_from=",
     "steps=12",
     "batch_size=2",
     "warmup=3",
@@ -37,7 +49,7 @@ def test_the_recipe_compresses_as_the_pipeline_needs():
     vae = build(recipe)
     with torch.no_grad():
         latents = vae.encode(torch.zeros(1, 3, 5, 16, 16)).latent_dist
-        assert latents.mode().shape == (1, 8, 2, 4, 4)
+        assert latents.mode().shape == (1, recipe.model["z_dim"], 2, 4, 4)
         assert torch.allclose(latents.std, torch.full_like(latents.std, recipe.latent_noise))
         assert vae.decode(latents.mode()).sample.shape == (1, 3, 5, 16, 16)
     bytes_ = 2 * sum(parameter.numel() for parameter in vae.parameters())
@@ -111,12 +123,55 @@ def test_a_limit_of_time_ends_the_run_with_a_small_rate(tmp_path, monkeypatch):
     assert max(rates) == pytest.approx(1e-3, rel=0.05) and rates[-1] < 0.1 * max(rates)
 
 
-@torch.no_grad()
-def test_unclamped_is_the_decoder_before_the_cut():
-    torch.manual_seed(0)
-    vae = build(read_table(RECIPE, AutoencoderRecipe, SMALL))
-    vae.decoder.conv_out.weight *= 30
-    latents = torch.randn(2, 2, 3, 4, 4)
-    found = unclamped(vae, latents)
-    assert found.abs().max() > 1
-    assert torch.equal(found.clamp(-1, 1), vae.decode(latents).sample)
+def test_pixels_of_the_object_count_more():
+    target = torch.zeros(1, 3, 2, 4, 4)
+    target[..., 0:2, 2:4] = 1  # a quarter; the corner is background
+    inside, outside = target.clone(), target.clone()
+    inside[..., 0, 3] += 0.5
+    outside[..., 3, 0] += 0.5
+    recipe = AutoencoderRecipe(data="", out="", l1_weight=0, edge_weight=0, object_weight=3)
+    mean = 1 + 3 / 4
+    plain = 0.25 / 16
+    assert torch.isclose(clip_loss(inside, target, recipe), torch.tensor(plain * 4 / mean))
+    assert torch.isclose(clip_loss(outside, target, recipe), torch.tensor(plain / mean))
+    recipe = AutoencoderRecipe(data="", out="")
+    assert torch.isclose(clip_loss(inside, target, recipe), reconstruction_loss(inside, target, recipe))
+
+
+def test_a_pool_draws_its_clips_mirrored():
+    source = MovingEmoji("assets/emoji_sample.tar")
+    pool = Pool(source, 5, (5, 16, 16), at_once=2)
+    assert torch.equal(pool.clips, source.clips(range(5), (5, 16, 16))[0])
+    drawn = pool.draw(40, torch.Generator().manual_seed(0))
+    assert torch.equal(drawn, pool.draw(40, torch.Generator().manual_seed(0)))
+    ways = [(), (-1,), (-2,), (-1, -2)]
+    expected = torch.stack([pool.clips.flip(way) if way else pool.clips for way in ways])
+    found = [
+        (expected == clip).flatten(2).all(-1).nonzero().tolist() for clip in drawn
+    ]  # (way, clip) of each
+    assert all(found) and {way for places in found for way, _ in places} == {0, 1, 2, 3}
+    assert {clip for places in found for _, clip in places} == {0, 1, 2, 3, 4}
+
+
+def test_training_goes_on_from_a_folder(trained, tmp_path):
+    folder, before = trained
+    options = [*SMALL, f"out={tmp_path}", f"start_from={folder}", "steps=2", "log_every=1"]
+    figures = run(RECIPE, options, device="cpu")
+    assert figures["history"][0]["loss"] < before["history"][0]["loss"]
+    recipe = read_table(RECIPE, AutoencoderRecipe, options)
+    stored = load_file(next(folder.glob("*.safetensors")))
+    for key, value in build(recipe).state_dict().items():
+        assert torch.equal(value.half(), stored[key]), key
+
+
+def test_another_model_is_no_start(trained, tmp_path):
+    folder, _ = trained
+    with pytest.raises(ValueError, match="decoder.conv_in.weight is of shape.*config.json"):
+        run(RECIPE, [*SMALL, f"out={tmp_path}", f"start_from={folder}", "model.z_dim=3"], device="cpu")
+    with pytest.raises(ValueError, match="start_from is .*nowhere"):
+        run(RECIPE, [*SMALL, f"out={tmp_path}", "start_from=nowhere"], device="cpu")
+
+
+def test_a_run_shorter_than_the_warmup(tmp_path):
+    options = [*SMALL, f"out={tmp_path}", "steps=2", "warmup=200", "ema_every=2", "pool=3", "batch_size=1"]
+    assert run(RECIPE, options, device="cpu")["steps_run"] == 2
