@@ -204,7 +204,7 @@ def fit(
         autoencoder.parameters(), lr=recipe.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=device != "cpu"
     )
     autocast = torch.autocast(device, torch.bfloat16, enabled=device != "cpu")
-    step, history, logged, done = 0, [], (0, 0.0), 0.0
+    step, history, logged, done, prepared = 0, [], (0, 0.0), 0.0, 0.0
     for step in range(1, recipe.steps + 1):
         for group in optimizer.param_groups:  # where the schedule is, by step or by time
             group["lr"] = recipe.lr * rate_at(max(step - 1, int(done * recipe.steps)), recipe)
@@ -219,9 +219,12 @@ def fit(
         torch.nn.utils.clip_grad_norm_(autoencoder.parameters(), 1.0)
         optimizer.step()
         minutes = (time.monotonic() - start) / 60
+        if step == 1:
+            prepared = minutes  # compiling takes part of the time, but not of the schedule
         done = step / recipe.steps
         if recipe.max_minutes:
-            done = min(1.0, max(done, minutes / recipe.max_minutes))
+            left = max(1e-9, recipe.max_minutes - prepared)
+            done = min(1.0, max(done, (minutes - prepared) / left))
         if step % recipe.ema_every == 0 or done == 1:
             ema.step(autoencoder.parameters())
         if step % recipe.log_every == 0 or done == 1:

@@ -69,10 +69,19 @@ def _layer(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _pictures(conv: nn.Module, x: Tensor, weight: Tensor, **how) -> Tensor:
-    """A convolution of every frame."""
-    weight = weight.contiguous(memory_format=torch.channels_last)
-    y = F.conv2d(x.flatten(0, 1).permute(0, 3, 1, 2), weight, conv.bias, **how)
-    return y.permute(0, 2, 3, 1).unflatten(0, x.shape[:2])
+    """A convolution of every frame.
+
+    Channels are filled up with zeros to multiples of eight: 16 bytes, below which a GPU's matrix units are not used.
+    """
+    outs, ins = weight.shape[:2]
+    bias, more_out, more_in = conv.bias, -outs % 8, -ins % 8
+    if more_in or more_out:
+        x, weight = F.pad(x, (0, more_in)), F.pad(weight, (0, 0) * 2 + (0, more_in, 0, more_out))
+        bias = F.pad(bias, (0, more_out))
+    y = F.conv2d(
+        x.flatten(0, 1).permute(0, 3, 1, 2), weight.contiguous(memory_format=torch.channels_last), bias, **how
+    )
+    return y.permute(0, 2, 3, 1).unflatten(0, x.shape[:2])[..., :outs]
 
 
 def _causal(conv: stock.WanCausalConv3d, x: Tensor) -> Tensor:
@@ -136,7 +145,8 @@ def _repeated(layer: stock.DupUp3D, x: Tensor) -> Tensor:
 
 
 def _norm(layer: stock.WanRMS_norm, x: Tensor) -> Tensor:
-    return F.normalize(x.float(), dim=-1).to(x.dtype) * (layer.scale * layer.gamma.flatten()) + layer.bias
+    gain = layer.scale * layer.gamma.flatten()
+    return (F.normalize(x.float(), dim=-1) * gain + layer.bias).to(x.dtype)
 
 
 def _residual(block: stock.WanResidualBlock, x: Tensor) -> Tensor:
