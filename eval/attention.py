@@ -6,7 +6,8 @@
 Every pipeline draws the same prompts from the same seeds; all layers and heads are looked at in three of the 20 steps.
 Twins are trained by train/twins.py, and their weights lie beside its results, in <out>/runs/<twin>-<seed>/pipeline.
 Without any, the table has the shipped pipeline, linear attention of its queries and keys, and the published figures of
-DeiT-T. Written are attention.md and, for each pipeline, a JSON and pictures.
+DeiT-T. Written are attention.md, attention.json with the figures of all pipelines by kind and by layer, and, for each
+pipeline, a JSON with those of every head, and pictures.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 from mhla_diffusion.evaluation.diagnostics.commands import diagnose
 from mhla_diffusion.evaluation.diagnostics.report import table_of_kinds, write_report
 from mhla_diffusion.evaluation.diagnostics.study import Options
+from mhla_diffusion.evaluation.image_scores import write_result
 from mhla_diffusion.weights import DEFAULT_PIPELINE, find_pipeline
 
 PROMPTS = (
@@ -25,6 +27,7 @@ PROMPTS = (
     "a blob style emoji of a snowman",
 )
 STEPS, AT = 20, (2, 10, 18)
+OF_HEADS = ("heads", "rows", "values", "pictures")  # left to each pipeline's own JSON
 
 
 def twins_of(folder: Path, seeds: list[int]) -> dict[str, Path]:
@@ -74,7 +77,13 @@ def main() -> int:
                 device=args.device,
                 dtype="float32",
             )
-            write_report(results, args.out / "attention.md")  # after each, so that a stop loses little
+            # After each, so that a stop loses little.
+            write_report(results, args.out / "attention.md")
+            short = {
+                label: {key: value for key, value in result.items() if key not in OF_HEADS}
+                for label, result in results.items()
+            }
+            write_result({"schema_version": 1, "pipelines": short}, args.out / "attention.json")
     except ValueError as error:
         print(f"attention.py: {error}", file=sys.stderr)
         return getattr(error, "exit_status", 2)

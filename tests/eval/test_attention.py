@@ -51,6 +51,9 @@ def test_a_pipeline_and_its_twins_stand_in_one_table(tmp_path, monkeypatch, caps
     found = json.loads((tmp_path / "out" / "softmax-0.json").read_text())
     assert found["settings"]["at"] == [1] and found["environment"]["dtype"] == "float32"
     assert (tmp_path / "out" / "attention.md").is_file()
+    together = json.loads((tmp_path / "out" / "attention.json").read_text())["pipelines"]
+    assert list(together) == ["ours", "linear-0", "softmax-0"]
+    assert together["softmax-0"]["kinds"] == found["kinds"] and "heads" not in together["softmax-0"]
 
 
 def test_without_twins_it_goes_on_and_says_so(tmp_path, monkeypatch, capsys):
