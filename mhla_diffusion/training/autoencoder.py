@@ -54,6 +54,14 @@ class AutoencoderRecipe:
     # 0: no limit; else stop in time and save, the rate falling as if that were the last step
     max_minutes: float = 0.0
 
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "ema_every", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"recipe: {name} is {getattr(self, name)}; give 1 or more")
+        for name in ("warmup", "object_weight", "pool", "max_minutes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"recipe: {name} is {getattr(self, name)}; give 0 or more")
+
 
 def augment(rgba: Tensor, generator: torch.Generator) -> Tensor:
     """Sprites on random backgrounds, flipped, scaled, shifted: ``(B, 4, S, S)`` uint8 -> ``(B, 3, S, S)`` in [-1, 1].

@@ -94,5 +94,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_saves_nothing(tmp_path, mon
 def test_mistakes_in_the_recipe_are_named(tmp_path):
     with pytest.raises(ValueError, match="did you mean 'latent_noise'"):
         read_table(RECIPE, AutoencoderRecipe, ["latent_nose=0.2"])
+    with pytest.raises(ValueError, match="ema_every is 0; give 1 or more"):
+        read_table(RECIPE, AutoencoderRecipe, ["ema_every=0"])
     with pytest.raises(ValueError, match="no emoji set at"):
         run(RECIPE, ["data=nowhere.tar", f"out={tmp_path}"], device="cpu")
