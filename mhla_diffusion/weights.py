@@ -90,6 +90,11 @@ def check_pipeline(folder: Path) -> None:
                 raise ValueError(
                     f"{folder} lacks {lacking} that model_index.json names: copy the pipeline folder again"
                 )
+    check_files(folder)
+
+
+def check_files(folder: Path) -> None:
+    """Raise ValueError unless every safetensors file in a folder and below it is whole."""
     for path in sorted(folder.rglob("*.safetensors")):
         check_safetensors(path)
 

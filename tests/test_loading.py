@@ -108,6 +108,14 @@ def test_a_file_cut_short_is_named(copy):
     assert str(weights) in message and "cut short" in message
 
 
+@pytest.mark.parametrize("part", ["transformer", "text_encoder", "vae"])
+def test_our_class_names_a_file_cut_short(copy, part):
+    weights = next((copy / part).glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"{weights} is cut short"):
+        MHLASanaPipeline.from_pretrained(copy)
+
+
 def test_a_missing_component_is_named(copy):
     shutil.rmtree(copy / "vae")
     assert "lacks the component folder vae/" in refused(copy)

@@ -16,6 +16,7 @@ from ..loading import check_layout, check_models
 from ..models.adapters import AdapterMixin, load_adapter
 from ..models.model_card import CardWithImportLine
 from ..models.options import check_choice
+from ..weights import check_files
 
 __all__ = [
     "OUTPUT_TYPES",
@@ -44,13 +45,18 @@ class CheckedLoading(CardWithImportLine):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As in Diffusers; a folder in another layout or with a wrong index raises a one-line ValueError."""
+        """As in Diffusers; a folder in another layout, with a wrong index or with a weight file cut short raises a
+        one-line ValueError."""
         folder = Path(pretrained_model_name_or_path)
         check_layout(folder)
         if (folder / "model_index.json").is_file():
             check_models(folder)
-        with BUILDING:
-            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        try:
+            with BUILDING:
+                return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        except Exception:
+            check_files(folder)  # the libraries do not say which file is at fault, or why
+            raise
 
     def load_lora_weights(
         self,

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from mhla_diffusion.weights import check_files
+
 from .config import ConvertConfig, ModelConfig, Recipe
 from .losses import makes_videos
 from .parameters import LORA
@@ -310,6 +312,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} has no .safetensors file")
+    check_files(folder)
     return {name: value.float() for file in files for name, value in load_file(file).items()}
 
 

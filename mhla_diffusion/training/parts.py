@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mhla_diffusion.loading import no_library_bars
+from mhla_diffusion.weights import check_files, find_pipeline, what_is_lacking
 
 from .config import ModelConfig
 from .recipe import check_model_table, constructor_fields
@@ -30,7 +31,7 @@ def diffusers_class(name: str):
 
 
 def load_part(folder: Path, part: str, hint: str = ""):
-    """One component of a pipeline folder, in float32."""
+    """One component of a pipeline folder, in float32. ValueError when it is not there, not whole, or cut short."""
     path = folder / part
     config = next((path / n for n in ("config.json", "scheduler_config.json") if (path / n).is_file()), None)
     if part == "tokenizer" and path.is_dir():
@@ -40,13 +41,18 @@ def load_part(folder: Path, part: str, hint: str = ""):
     if config is None:
         raise ValueError(f"{folder} has no {part}/{hint}")
     facts = json.loads(config.read_text())
+    name = facts["architectures"][0] if part == "text_encoder" else facts["_class_name"]
+    lacking = what_is_lacking(path, name)
+    if lacking:
+        raise ValueError(f"{folder} lacks {lacking}: copy the pipeline folder again")
+    check_files(path)
     if part == "text_encoder":
         import transformers
 
-        cls = getattr(transformers, facts["architectures"][0])
+        cls = getattr(transformers, name)
         with no_library_bars():
             return cls.from_pretrained(path, dtype=torch.float32)
-    cls = diffusers_class(facts["_class_name"])
+    cls = diffusers_class(name)
     if part == "scheduler":
         return cls.from_pretrained(path)
     return cls.from_pretrained(path, torch_dtype=torch.float32)
@@ -57,8 +63,6 @@ def base_folder(model: ModelConfig) -> Path:
     path = Path(model.base)
     if path.is_dir():
         return path
-    from mhla_diffusion.weights import find_pipeline
-
     return find_pipeline(model.base)
 
 

@@ -1,6 +1,8 @@
 import json
+import shutil
 
 import pytest
+import tiny_sana
 import torch
 from diffusers import SanaTransformer2DModel
 from safetensors.torch import load_file
@@ -92,6 +94,32 @@ def test_a_missing_part_says_what_to_write(recipe_file):
         ValueError, match="has no transformer/; to train a new one, write .model.transformer."
     ):
         run(without(recipe_file(), "model.transformer"))
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "vae"])
+def test_a_base_with_a_weight_file_cut_short_names_it(recipe_file, base, tmp_path, part):
+    shutil.copytree(base, tmp_path / "copy")
+    tiny_sana.components()["text_encoder"].save_pretrained(tmp_path / "copy" / "text_encoder")
+    weights = next((tmp_path / "copy" / part).glob("*.safetensors"))
+    recipe = recipe_file()
+    recipe.write_text(recipe.read_text().replace(str(base), str(tmp_path / "copy")))
+    if part == "text_encoder":
+        without(recipe, "model.text_encoder")
+    for content, message in ((weights.read_bytes()[:-100], "is cut short: "), (b"", "is cut short or no")):
+        weights.write_bytes(content)
+        with pytest.raises(ValueError, match=f"{weights} {message}.*copy or download it again"):
+            run(recipe)
+    weights.unlink()
+    with pytest.raises(ValueError, match=f"lacks the weights .*{part}/: copy the pipeline folder again"):
+        run(recipe)
+
+
+def test_an_earlier_run_with_weights_cut_short_is_named(recipe_file, tmp_path):
+    run(recipe_file(), ["run.steps=1", "checkpoint.export_continue=true"])
+    weights = next((tmp_path / "toy" / "continue").rglob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=f"{weights} is cut short"):
+        run(recipe_file("again"), [f"run.init_from={weights.parent.parent}"])
 
 
 def test_continue_folder_goes_on_from_raw_and_averaged_weights(recipe_file, tmp_path):
