@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import json
 import math
 import tomllib
 import types
@@ -28,22 +29,36 @@ def nearest(name: str, allowed: typing.Iterable[str]) -> str:
     return f"did you mean {close[0]!r}?" if close else f"allowed: {', '.join(allowed)}"
 
 
-def _type_name(hint) -> str:
+def _type_name(hint, many: bool = False) -> str:
+    """A type in the words of an error message; `many` for the entries of a list."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         return "one of " + ", ".join(repr(a) for a in args)
     if origin is list:
-        return f"a list of {_type_name(args[0])}"
+        return f"{'lists' if many else 'a list'} of {_type_name(args[0], many=True)}"
     if origin is types.UnionType:
-        return " or ".join(_type_name(a) for a in args if a is not type(None))
-    names = {str: "a string", int: "an integer", float: "a number", bool: "true or false", dict: "a table"}
-    return "a table" if dataclasses.is_dataclass(hint) else names[hint]
+        return " or ".join(_type_name(a, many) for a in args if a is not type(None))
+    if dataclasses.is_dataclass(hint) or hint is dict:
+        return "tables" if many else "a table"
+    if hint is bool:
+        return "true or false"
+    one = {str: "a string", int: "an integer", float: "a number"}[hint]
+    return f"{one.split()[1]}s" if many else one
 
 
-def _typed(value, hint, where: str):
+def _example(hint, default) -> str:
+    """What to write instead, as the end of an error message: the setting's default, where that says something."""
+    if typing.get_origin(hint) is typing.Literal or isinstance(default, bool):
+        return ""
+    return (
+        f", for example {json.dumps(default)}" if isinstance(default, int | float | list) and default else ""
+    )
+
+
+def _typed(value, hint, where: str, default=None):
     """`value` as `hint`, or a ValueError that names the place, the value and what is expected."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    wrong = ValueError(f"recipe: {where} = {value!r} is not {_type_name(hint)}")
+    wrong = ValueError(f"recipe: {where} = {value!r} is not {_type_name(hint)}{_example(hint, default)}")
     if origin is types.UnionType:
         choices = [a for a in args if a is not type(None)]
         if len(choices) == 1:
@@ -80,12 +95,16 @@ def _typed(value, hint, where: str):
 
 def _section(cls, table: dict, where: str = ""):
     hints = typing.get_type_hints(cls)
+    defaults = {
+        setting.name: setting.default_factory() if callable(setting.default_factory) else setting.default
+        for setting in dataclasses.fields(cls)
+    }
     values = {}
     for key, value in table.items():
         if key not in hints:
             place = f"[{where}]" if where else "the recipe"
             raise ValueError(f"recipe: unknown key {key!r} in {place}; {nearest(key, hints)}")
-        values[key] = _typed(value, hints[key], f"{where}.{key}" if where else key)
+        values[key] = _typed(value, hints[key], f"{where}.{key}" if where else key, defaults[key])
     return cls(**values)
 
 
