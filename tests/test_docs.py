@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mhla_diffusion.cli import build_parser
+from mhla_diffusion.training.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("*/*.md"), *ROOT.glob("pipelines/*/*.md")})
@@ -45,6 +46,15 @@ def test_a_shell_line_names_real_options_targets_and_files(block):
             assert words[1] in targets
         files = [word for word in words[1:] if re.fullmatch(r"[\w./-]+\.(?:py|toml|txt)", word)]
         assert [file for file in files if PLACEHOLDER not in file and not (ROOT / file).is_file()] == []
+
+
+def test_the_readmes_training_lines_may_be_typed_one_after_the_other():
+    lines = [words for block in blocks(ROOT / "README.md", "bash") for words in commands(block)]
+    train = [build_parser().parse_args(words[1:]) for words in lines if words[:2] == ["mhla", "train"]]
+    runs = [load_recipe(ROOT / line.recipe, line.overrides).run.out for line in train]
+    assert len(train) > 1 and len(set(runs)) == len(runs), "a second recipe is refused in the folder of the first"
+    drawn = [line for words in lines if words[:2] == ["mhla", "generate"] for line in words if "runs/" in line]
+    assert drawn == [f"{runs[0]}/pipeline"]
 
 
 @pytest.mark.parametrize("block", all_blocks("python"))
