@@ -176,14 +176,14 @@ def open_videos(config: DataConfig, latent_factor: int, frame_factor: int) -> Pi
             continue
         members[bucket].append((path, captions))
         digest.update(digest_of(path) + json.dumps([str(path.relative_to(root)), captions]).encode())
-    warn_unreadable(unreadable, "unreadable videos")
-    warn_unreadable(short, f"videos of fewer than {min(size[0] for size in sizes)} frames")
     if not any(members):
         left_out = unreadable + short
         raise ValueError(
             f"none of the {len(left_out)} videos in {root} can be used, first {left_out[0]}; give mp4 files, and "
             "sizes of fewer frames in data.sizes"
         )
+    warn_unreadable(unreadable, "unreadable videos")
+    warn_unreadable(short, f"videos of fewer than {min(size[0] for size in sizes)} frames")
     buckets = [
         video_bucket(size, group, config.fps) for size, group in zip(sizes, members, strict=True) if group
     ]

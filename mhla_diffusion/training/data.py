@@ -197,12 +197,12 @@ def open_folder(config: DataConfig, latent_factor: int, by_class: bool = False) 
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
         digest.update(json.dumps([str(path.relative_to(root)), captions]).encode())
-    warn_unreadable(unreadable)
     if not any(members):
         raise ValueError(
             f"none of the {len(unreadable)} pictures in {root} can be read, first {unreadable[0]}; "
             "convert them to PNG or JPEG"
         )
+    warn_unreadable(unreadable)
     buckets = [
         _folder_bucket(height, width, group)
         for (height, width), group in zip(sizes, members, strict=True)

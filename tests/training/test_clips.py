@@ -133,7 +133,7 @@ def test_what_cannot_be_used_is_named(tmp_path):
         clips, kept = bucket.read([0])
     assert kept == [] and clips.shape == (0, 3, 5, 16, 24)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("error")  # the error says it all
         with pytest.raises(ValueError, match="none of the 4 videos in .* can be used, first .*good.mp4"):
             open_videos(config(tmp_path, [[5, 16, 24]]), 8, 4)
 

@@ -1,5 +1,6 @@
 import json
 import warnings
+import warnings
 
 import numpy as np
 import pytest
@@ -114,6 +115,11 @@ def test_unreadable_pictures_are_named_and_left_out(tmp_path, base, recipe_file,
     (root / "whole.png").write_text("gone as well")
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="convert them to PNG or JPEG"):
         load_or_encode(open_source(recipe.data, 4, 0), parts, recipe.data, CPU)
+    (root / "short.jpg").write_text("and this one")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the error says it all
+        with pytest.raises(ValueError, match="none of the 3 pictures in .*x can be read, first .*whole.png"):
+            open_source(recipe.data, 4, 0)
 
 
 def test_pictures_are_upright_on_white_and_cut_to_the_centre(tmp_path):
