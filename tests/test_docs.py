@@ -52,8 +52,12 @@ def test_the_readmes_training_lines_may_be_typed_one_after_the_other():
     lines = [words for block in blocks(ROOT / "README.md", "bash") for words in commands(block)]
     train = [build_parser().parse_args(words[1:]) for words in lines if words[:2] == ["mhla", "train"]]
     runs = [load_recipe(ROOT / line.recipe, line.overrides).run.out for line in train]
-    assert len(train) > 1 and len(set(runs)) == len(runs), "a second recipe is refused in the folder of the first"
-    drawn = [line for words in lines if words[:2] == ["mhla", "generate"] for line in words if "runs/" in line]
+    assert len(train) > 1 and len(set(runs)) == len(runs), (
+        "a second recipe is refused in the folder of the first"
+    )
+    drawn = [
+        line for words in lines if words[:2] == ["mhla", "generate"] for line in words if "runs/" in line
+    ]
     assert drawn == [f"{runs[0]}/pipeline"]
 
 

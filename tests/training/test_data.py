@@ -1,6 +1,5 @@
 import json
 import warnings
-import warnings
 
 import numpy as np
 import pytest
