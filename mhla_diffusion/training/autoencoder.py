@@ -129,12 +129,10 @@ def reconstruction_loss(
 
 
 def load_start(autoencoder: nn.Module, folder: str) -> None:
-    """Loads the weights of a folder in place; an empty name changes nothing.
+    """Loads the weights of a folder in place.
 
     Raises ValueError when there is no such folder, or its autoencoder has other weights.
     """
-    if not folder:
-        return
     if not Path(folder, "config.json").is_file():
         raise ValueError(
             f"start_from is {folder!r}, where no config.json lies; give a folder that a run has saved"
@@ -282,7 +280,8 @@ def train_autoencoder(recipe: AutoencoderRecipe, sprites: Tensor, validation: Te
     """
     torch.manual_seed(recipe.seed)
     autoencoder = AutoencoderDC(**recipe.model)
-    load_start(autoencoder, recipe.start_from)
+    if recipe.start_from:
+        load_start(autoencoder, recipe.start_from)
     autoencoder.to(device)
     encode, decode = autoencoder.encoder, autoencoder.decoder
     if recipe.compile:

@@ -172,6 +172,18 @@ def test_another_model_is_no_start(trained, tmp_path):
         run(RECIPE, [*SMALL, f"out={tmp_path}", "start_from=nowhere"], device="cpu")
 
 
+@torch.no_grad()
+def test_a_fresh_autoencoder_passes_signals_at_their_size():
+    torch.manual_seed(0)
+    vae = build(read_table(RECIPE, AutoencoderRecipe))
+    clips = MovingEmoji("assets/emoji_sample.tar").clips(range(4), (5, 32, 32))[0]
+    latents = mean_of(vae, as_input(clips))
+    assert 0.5 < latents.std() < 2
+    assert 0.3 < vae.decode(latents).sample.std() < 2
+    block, x = vae.decoder.mid_block.resnets[0], torch.randn(1, 48, 2, 4, 4)
+    assert torch.equal(block(x), x)
+
+
 def test_a_run_shorter_than_the_warmup(tmp_path):
     options = [*SMALL, f"out={tmp_path}", "steps=2", "warmup=200", "ema_every=2", "pool=3", "batch_size=1"]
     assert run(RECIPE, options, device="cpu")["steps_run"] == 2
