@@ -112,7 +112,18 @@ def add_generate(commands) -> None:
     add("--columns", type=int, default=4, help="columns of the contact sheet (default: %(default)s)")
 
 
+def wait_asleep() -> None:
+    """Let OpenMP's threads sleep soon while they wait for each other; before torch is loaded, and if nothing is set.
+
+    By default (GNU's library) they spin for milliseconds. Where other programs use the same cores, a picture of the
+    shipped pipeline then takes 13 to 30 s in place of 4; on idle cores, 1.7 s in place of 1.
+    """
+    if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def run_generate(args: argparse.Namespace) -> int:
+    wait_asleep()
     from mhla_diffusion.pipelines.generation import generate
     from mhla_diffusion.pipelines.requests import read_prompts
 
@@ -195,6 +206,7 @@ def add_train(commands) -> None:
 
 
 def run_train(args: argparse.Namespace) -> int:
+    wait_asleep()
     from mhla_diffusion.training.recipe import load_recipe
 
     load_recipe(args.recipe, args.overrides)  # names mistakes before torch is imported, which takes seconds

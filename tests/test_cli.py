@@ -47,6 +47,19 @@ def test_help_and_mistakes_need_no_torch():
     assert result.returncode == 0 and len(result.stderr.splitlines()) == 3, result.stderr
 
 
+@pytest.mark.parametrize("command", ["generate a --pipeline nowhere", "train nowhere.toml"])
+@pytest.mark.parametrize(
+    ("given", "kept"), [({}, "1000"), ({"GOMP_SPINCOUNT": "9"}, "9"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+)
+def test_threads_wait_asleep_unless_told_otherwise(monkeypatch, command, given, kept):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    code = f"import os; from mhla_diffusion.cli import main; main({command.split()})"
+    assert run_python(f"{code}; print(os.environ.get('GOMP_SPINCOUNT'))").stdout == f"{kept}\n"
+
+
 def test_generate_draws_reports_and_goes_on(folder, here, capsys):
     (here / "prompts.txt").write_text("a red apple\n\na whale\n\n\n")
     line = [
