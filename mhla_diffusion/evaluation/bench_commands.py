@@ -115,7 +115,8 @@ def add_operator(parts, add_command: Callable) -> None:
         "op",
         run_bench_op,
         "Time the attention operator at real models' shapes, beside softmax attention and other peers.",
-        "The file is written after every row. Without a CUDA device small shapes only try the program out.",
+        "The file is written after every row; another call with the same file measures what it lacks. Without a CUDA "
+        "device small shapes only try the program out.",
     )
     add = parser.add_argument
     add("--rows", nargs="+", default=[], metavar="TEXT", help="only the rows whose name holds one of these")
@@ -123,6 +124,7 @@ def add_operator(parts, add_command: Callable) -> None:
     add("--quick", action="store_true", help="few repeats, no compiled peers, only rows and kernels")
     add("--parts", nargs="+", default=[], choices=("rows", "kernels", "first_call", "forms"),
         help="measure only these; the file's other parts stay (default: all)")  # fmt: skip
+    add("--again", action="store_true", help="measure also what the file holds already")
     add("--minutes", type=float, default=8.0, help="begin nothing after this time (default: %(default)s)")
     add(
         "--repeats",
@@ -154,6 +156,7 @@ def run_bench_op(args: argparse.Namespace) -> int:
         quick=args.quick,
         scaling=args.scaling,
         parts=args.parts,
+        again=args.again,
     )
     print(f"{out} written")
     return 0

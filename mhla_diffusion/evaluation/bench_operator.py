@@ -1,6 +1,6 @@
 """The operator at the shapes of real models, beside its peers in the same run: `mhla bench op`.
 
-The result file is written after every row, so that a run that is cut short keeps what it measured.
+The result file is written after every row. A later run with the same file goes on where it was cut short.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from ..ops.dispatch import dual_obstacle, form_costs
-from ..ops.partition import grid_partition
 from .first_call import first_call
 from .kernel_report import report
 from .operator_cases import CASES, EVEN, FORM_CASES, SCALING, Case, Inputs, floors, shape_of, small
+from .operator_forms import chosen_form, compare_forms, judge_forms, largest_regrets
+from .operator_kept import LEFT_OUT, REPEATS, in_order, kept_of, missing_peers, stopped_peers
 from .operator_peers import COMPILED, CUDNN, peer_names, time_peers
 from .operator_table import as_table, one_line
 from .timing import (
@@ -28,12 +28,12 @@ from .timing import (
     peak_extra_bytes,
     product_rate,
 )
+from .tune_operator import kernels_of
 
 __all__ = ["bench", "run"]
 
 TRY = "small shapes on a CPU: this tries the program out and measures nothing of interest"
 PARTS = ("rows", "kernels", "first_call", "forms")
-ALIKE = ("device", "versions", "dtype", "note")
 # Of the rows whose steps are also timed alone: one of each kind of kernel.
 REPORTED = (0, 1, 2, 5, 7, 8)
 
@@ -73,7 +73,7 @@ def measure(
                 "achieved_gb_per_s": least["bytes_mb"] / ours,
                 "achieved_tflop_per_s": least["gflop"] / ours,
                 "extra_memory_mb": None if extra is None else extra / 1e6,
-                "form": chosen_form(sets[0]),
+                "form": chosen_form(case, device, dtype, backward),
                 "error_vs_float64": sets[0].error(backward),
                 "host_ms": host_milliseconds(calls[0], device),
                 "target_ms": case.target[backward],
@@ -85,19 +85,21 @@ def measure(
     return rows
 
 
-def add_peers(row: dict, case: Case, names: Sequence[str], device, dtype, repeats: int) -> None:
-    sets = input_sets(case, device, dtype)
-    times, reasons = time_peers(names, sets, row["direction"] == "forward_backward", device, repeats)
+def add_peer(row: dict, name: str, sets: Sequence[Inputs], device: torch.device, repeats: int) -> None:
+    times, reasons = time_peers([name], sets, row["direction"] == "forward_backward", device, repeats)
     row["peers_ms"] |= times
+    row["peers_not_run"].pop(name, None)
     row["peers_not_run"] |= reasons
     if CUDNN in row["peers_ms"]:
         row["ratio_vs_cudnn"] = row["peers_ms"][CUDNN] / row["ours_ms"]
 
 
 def judge(rows: Sequence[dict], cases: Sequence[Case]) -> None:
-    """Say of every row whether it meets its target, where it has one."""
+    """Say of every row of the cases whether it meets its target, where it has one."""
     known = {case.name: case for case in cases}
     for row in rows:
+        if row["name"] not in known:
+            continue
         case = known[row["name"]]
         even = [
             other for other in rows if other["name"] == case.like and other["direction"] == row["direction"]
@@ -114,41 +116,6 @@ def judge(rows: Sequence[dict], cases: Sequence[Case]) -> None:
         row["target_met"] = all(met) if met else None
 
 
-def chosen_form(inputs: Inputs) -> str:
-    if inputs.q.device.type != "cuda":
-        return "plain torch"
-    costs = expected(inputs)
-    return min(costs, key=costs.get)
-
-
-def expected(inputs: Inputs) -> dict[str, float]:
-    part = grid_partition(inputs.case.grid, inputs.case.block_grid, inputs.q.shape[1], inputs.q.device)
-    costs = form_costs(inputs.q, inputs.v, part, part, 2 if inputs.q.dtype == torch.bfloat16 else 4)
-    if dual_obstacle(inputs.q, inputs.v, inputs.options.get("rope"), inputs.case.normalizer, part, part):
-        del costs["dual"]
-    return costs
-
-
-def compare_forms(case: Case, device: torch.device, dtype: torch.dtype, repeats: int) -> dict:
-    """Both forms in both directions; regret: the chosen form's forward time over the better one's, less 1."""
-    sets = [Inputs(case, device, dtype, seed) for seed in range(2)]
-    times = {}
-    for form in ("states", "dual"):
-        for name in ("forward", "both"):
-            calls = [lambda x=x, name=name, form=form: getattr(x, name)(form=form) for x in sets]
-            times[f"{form}_{name}_ms"] = milliseconds(calls, device, repeats)
-    chosen = chosen_form(sets[0])
-    best = min(times["states_forward_ms"], times["dual_forward_ms"])
-    return {
-        "name": case.name,
-        "shape": shape_of(case),
-        **times,
-        "expected_us": expected(sets[0]),
-        "chosen": chosen,
-        "regret": times[f"{chosen}_forward_ms"] / best - 1 if chosen in ("states", "dual") else None,
-    }
-
-
 class _Run:
     """One run's result, its time and its file."""
 
@@ -159,114 +126,155 @@ class _Run:
         out: Path,
         minutes: float,
         note: str,
-        keep: Sequence[str],
+        repeats: int,
+        parts: dict[str, Sequence[Case]],
+        again: bool,
     ):
-        self.end, self.out, self.device = time.monotonic() + 60 * minutes, out, device
-        large = device.type == "cuda"
-        self.limits = (
-            copy_bandwidth(device, 1024 if large else 16),
-            product_rate(device, dtype, 8192 if large else 512),
-        )
-        self.result = {
+        self.end, self.out, self.device, self.dtype = time.monotonic() + 60 * minutes, out, device, dtype
+        self.cases = (*CASES, *SCALING, *FORM_CASES, *[case for cases in parts.values() for case in cases])
+        start = {
             **about(device),
             "dtype": str(dtype).removeprefix("torch."),
             "note": note,
-            "copy_bandwidth_gb_per_s": self.limits[0] / 1e9,
-            "product_tflop_per_s": self.limits[1] / 1e12,
+            "repeats": repeats,
             "rows": [],
             "first_call": [],
             "kernels": [],
             "forms": [],
-            "largest_regret": None,
             "left_out": [],
         }
-        if keep and out.is_file():
-            earlier = json.loads(out.read_text())
-            if [earlier.get(name) for name in ALIKE] == [self.result[name] for name in ALIKE]:
-                self.result |= {part: earlier[part] for part in keep if part in earlier}
+        self.result = kept_of(out, start, parts, again)
+        if "copy_bandwidth_gb_per_s" not in self.result:
+            large = device.type == "cuda"
+            self.result["copy_bandwidth_gb_per_s"] = copy_bandwidth(device, 1024 if large else 16) / 1e9
+            self.result["product_tflop_per_s"] = product_rate(device, dtype, 8192 if large else 512) / 1e12
+        self.limits = (
+            self.result["copy_bandwidth_gb_per_s"] * 1e9,
+            self.result["product_tflop_per_s"] * 1e12,
+        )
         out.parent.mkdir(parents=True, exist_ok=True)
         self.write()
 
+    @property
+    def over(self) -> bool:
+        return time.monotonic() > self.end
+
     def write(self) -> None:
+        for part in PARTS:
+            self.result[part] = in_order(self.result[part])
+        judge([row for row in self.result["rows"] if "error" not in row], self.cases)
+        judge_forms(self.result["forms"], self.cases, self.device, self.dtype)
+        self.result |= largest_regrets(self.result["forms"])
         self.out.write_text(json.dumps(self.result, indent=1) + "\n")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def step(self, part: str, name: str, what: Callable[[], list[dict]]) -> list[dict]:
-        """Add `what()` to a part of the result, or what went wrong; nothing new is begun when the time is up."""
-        if time.monotonic() > self.end:
-            self.result["left_out"].append(f"{name} ({part})")
+    def of(self, part: str, case: Case) -> list[dict]:
+        return [row for row in self.result[part] if row["name"] == case.name and "error" not in row]
+
+    def step(self, part: str, case: Case, what: Callable[[], list[dict]], count: int = 1) -> list[dict]:
+        """The `count` entries of a case in a part of the result: those that are there, or else `what()`, or what went
+        wrong with it. Nothing new is begun when the time is up."""
+        found = self.of(part, case)
+        if len(found) == count:
+            return found
+        if self.over:
+            self.result["left_out"].append(f"{case.name} ({part})")
             return []
         try:
-            found = what()
+            new = what()
         except Exception as error:  # one shape that fails must not cost the others' measurements
-            found = [{"name": name, "error": f"{type(error).__name__}: {error}"[:500]}]
-        self.result[part] += found
+            new = [{"name": case.name, "error": f"{type(error).__name__}: {error}"[:500]}]
+        self.result[part] = [row for row in self.result[part] if row["name"] != case.name] + new
         self.write()
-        return found
+        return new
 
 
 def run(
     cases: Sequence[Case], forms: Sequence[Case], device: torch.device, out: Path, *, minutes: float = 8.0,
-    repeats: int = 30, dtype: torch.dtype = torch.bfloat16, compiled: bool = True, reported: Sequence[Case] = (),
-    first: Sequence[Case] = (), note: str = "", stopping: bool = False, keep: Sequence[str] = (),
+    repeats: int = REPEATS, dtype: torch.dtype = torch.bfloat16, compiled: bool = True, reported: Sequence[Case] = (),
+    first: Sequence[Case] = (), note: str = "", stopping: bool = False, again: bool = False,
 ) -> dict:  # fmt: skip
-    """Measure what fits into the time, writing the file `out` after every row.
+    """Measure what `out` does not hold yet and what fits into the time, writing the file after every row.
 
-    First all rows with the peers that compile nothing, then steps alone, first calls, compiled peers, both forms.
+    First all rows with the peers that compile nothing, then first calls, steps alone, both forms, and at last compiled
+    peers, those of new rows before others.
     stopping: a peer that was too slow or too large for one row is left out of the later ones, which have more tokens.
-    keep: parts that an earlier run with the same device and versions has written into `out` and that stay.
+    again: measure all of it anew; what is not asked for stays in the file.
+
+    Raises ValueError when `out` holds measurements with another device, version or setting.
     """
-    run = _Run(device, dtype, out, minutes, note, keep)
+    asked = {"rows": cases, "kernels": reported, "first_call": first, "forms": forms}
+    run = _Run(device, dtype, out, minutes, note, repeats, asked, again)
     stopped: dict[str, str] = {}
 
-    def peers(row: dict, case: Case, names: Sequence[str]) -> None:
-        row["peers_not_run"] |= {name: stopped[name] for name in names if name in stopped}
-        add_peers(row, case, [name for name in names if name not in stopped], device, dtype, repeats)
+    def peers(row: dict, case: Case, names: Sequence[str]) -> bool:
+        """Add the peers that a row lacks; whether there were any."""
+        missing, late, sets = missing_peers(row, names), [], []
+        for name in missing:
+            if name in stopped:
+                row["peers_not_run"][name] = stopped[name]
+            elif run.over:
+                row["peers_not_run"][name] = LEFT_OUT
+                late.append(name)
+            else:
+                sets = sets or input_sets(case, device, dtype)
+                add_peer(row, name, sets, device, repeats)
+                run.write()
+        if late:
+            run.result["left_out"].append(f"{case.name}, {row['direction']} ({', '.join(late)})")
         if stopping:
-            new = {name: why for name, why in row["peers_not_run"].items() if name not in stopped}
-            stopped.update({name: f"{why} (at {case.name})" for name, why in new.items()})
-        judge([row for row in run.result["rows"] if "error" not in row], cases)
-        run.write()
+            stopped.update({name: why for name, why in stopped_peers(row).items() if name not in stopped})
+        if missing:
+            run.write()
+        return bool(missing)
 
     eager = [name for name in peer_names(device) if name not in COMPILED]
-    measured: list[tuple[dict, Case]] = []
+    new: list[tuple[dict, Case]] = []
+    earlier: list[tuple[dict, Case]] = []
     for case in cases:
         rows = run.step(
-            "rows", case.name, lambda case=case: measure(case, device, dtype, run.limits, repeats)
+            "rows",
+            case,
+            lambda case=case: measure(case, device, dtype, run.limits, repeats),
+            count=1 + case.backward,
         )
         for row in rows:
-            if "error" not in row:
-                measured.append((row, case))
-                peers(row, case, eager)
-            print(one_line(row), flush=True)
-    for case in reported:
-        run.step("kernels", case.name, lambda case=case: report(case, device, dtype, repeats))
+            if "error" in row:
+                print(one_line(row), flush=True)
+            elif peers(row, case, eager):
+                new.append((row, case))
+                print(one_line(row), flush=True)
+            else:
+                earlier.append((row, case))
     for case in first:
-        run.step("first_call", case.name, lambda case=case: [first_call(case, device)])
-    for row, case in measured:
-        if compiled and time.monotonic() < run.end:
+        run.step("first_call", case, lambda case=case: [first_call(case, device)])
+    for case in reported:
+        run.step(
+            "kernels", case, lambda case=case: report(case, device, dtype, repeats), len(kernels_of(case))
+        )
+    for case in forms:
+        run.step("forms", case, lambda case=case: [compare_forms(case, device, dtype, repeats)])
+        print(*[json.dumps(row) for row in run.of("forms", case)], sep="\n", flush=True)
+    for row, case in (*new, *earlier):
+        if compiled:
             peers(row, case, COMPILED)
         else:
-            row["peers_not_run"] |= dict.fromkeys(COMPILED, "left out")
-    for case in forms:
-        found = run.step("forms", case.name, lambda case=case: [compare_forms(case, device, dtype, repeats)])
-        print(*[json.dumps(row) for row in found], sep="\n", flush=True)
-    regrets = [row["regret"] for row in run.result["forms"] if row.get("regret") is not None]
-    run.result["largest_regret"] = max(regrets, default=None)
+            row["peers_not_run"] |= dict.fromkeys(missing_peers(row, COMPILED), LEFT_OUT)
     run.write()
     print("\n" + as_table(run.result), flush=True)
     return run.result
 
 
 def bench(
-    *, out: Path, rows: Sequence[str] = (), minutes: float = 8.0, repeats: int = 30, device: str = "auto",
-    quick: bool = False, scaling: bool = False, parts: Sequence[str] = (),
+    *, out: Path, rows: Sequence[str] = (), minutes: float = 8.0, repeats: int = REPEATS, device: str = "auto",
+    quick: bool = False, scaling: bool = False, parts: Sequence[str] = (), again: bool = False,
 ) -> dict:  # fmt: skip
     """`mhla bench op`. rows: parts of names, none takes all. quick: few repeats, no compiled peers, rows and kernels.
-    parts: of the measurement, none takes all; with some, the others stay as `out` has them.
+    parts: of the measurement, none takes all. What `out` holds is not measured once more, but with again.
 
-    Raises ValueError for a device that is not there, and for rows that are none.
+    Raises ValueError for a device that is not there, for rows that are none, and when `out` holds measurements with
+    another device, version or setting.
     """
     chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
@@ -292,7 +300,7 @@ def bench(
     return run(
         wanted, compared, chosen, out, minutes=minutes, repeats=min(repeats, 10) if quick else repeats,
         dtype=torch.bfloat16 if chosen.type == "cuda" else torch.float32, compiled=not quick, reported=reported,
-        first=first, note=note, stopping=scaling, keep=[part for part in PARTS if part not in taken] if parts else (),
+        first=first, note=note, stopping=scaling, again=again,
     )  # fmt: skip
 
 

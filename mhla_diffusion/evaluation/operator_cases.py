@@ -52,13 +52,13 @@ CASES = [
     Case("dit 256", 32, 16, (16, 16), (4, 4), 72, backward=True, ratio=(1, 1)),
     Case("dit 512", 16, 16, (32, 32), (4, 4), 72, backward=True, ratio=(2, 2)),
 ]
-# Both forms at each, to fit the rule that chooses between them.
+# Both forms at each, to fit the rule that chooses between them; of large grids those between the forms.
 FORM_CASES = [
     Case(f"{side}^2 tokens, {n}^2 blocks, {dim}", batch, 16, (side, side), (n, n), dim, backward=True)
     for side, batch in ((8, 64), (16, 32), (24, 16), (32, 16), (48, 4))
     for n in (2, 4, 8)
     for dim in (32, 72, 128)
-    if side * side // n**2 >= 4
+    if side * side // n**2 >= 4 and (side <= 16 or dim == 72 or (n, dim) in ((2, 32), (8, 128)))
 ]
 # Time against the number of tokens, at Wan's heads.
 SCALING = [

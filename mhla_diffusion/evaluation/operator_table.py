@@ -99,11 +99,15 @@ def _kernels(kernels: Sequence[dict]) -> list[str]:
 
 
 def _forms(forms: Sequence[dict]) -> list[str]:
-    lines = [("shape", "chosen", "states fwd", "dual fwd", "states fwd+bwd", "dual fwd+bwd", "regret")]
+    titles = [[f"states {name}", f"dual {name}", "chosen", "regret"] for name in ("fwd", "fwd+bwd")]
+    lines = [("shape", "M", *titles[0], *titles[1])]
     for row in forms:
-        times = [_ms(row[f"{form}_{name}_ms"]) for name in ("forward", "both") for form in ("states", "dual")]
-        regret = "-" if row["regret"] is None else f"{100 * row['regret']:.0f} %"
-        lines.append((row["name"], row["chosen"], *times, regret))
+        cells = [row["name"], str(row["shape"]["M"])]
+        for name, suffix in (("forward", ""), ("both", "_with_gradients")):
+            cells += [_ms(row[f"{form}_{name}_ms"]) for form in ("states", "dual")]
+            regret = row[f"regret{suffix}"]
+            cells += [row[f"chosen{suffix}"], "-" if regret is None else f"{100 * regret:.0f} %"]
+        lines.append(cells)
     return _aligned(lines)
 
 
@@ -131,9 +135,10 @@ def as_table(result: dict) -> str:
             *_kernels([row for row in result["kernels"] if "error" not in row]),
         ]
     if forms := [row for row in result["forms"] if "error" not in row]:
-        lines += ["", "both forms, in ms; regret of the chosen form's forward pass", *_forms(forms)]
+        lines += ["", "both forms, in ms; regret of the chosen one", *_forms(forms)]
     if result["largest_regret"] is not None:
-        lines.append(f"largest regret {100 * result['largest_regret']:.0f} %")
+        regrets = [f"{100 * result[f'largest_regret{suffix}']:.0f} %" for suffix in ("", "_with_gradients")]
+        lines.append(f"largest regret {regrets[0]}, with gradients {regrets[1]}")
     parts = ("rows", "first_call", "kernels", "forms")
     lines += [one_line(row) for part in parts for row in result[part] if "error" in row]
     if result["left_out"]:

@@ -1,8 +1,17 @@
-"""Which of the two exact forms computes a call: a cost rule, with constants fitted to measurements on one GPU.
+"""Which of the two exact forms computes a call: a cost rule, fitted to measurements on one H200.
 
-    states   traffic of q, k, v, out and of four passes over the block states, plus the products at their rate
-    dual     traffic of q, k, v, out, plus 4 N Nk D multiply-adds at the rate that its loop reaches
-Each plus the time its launches take when the work is small.
+Microseconds of a forward pass, of the head dims padded to a multiple of 16:
+
+    states   launches + (q, k, v, out, four passes over the block states) / bandwidth + mixing / rate
+    dual     launch + (q, k, v, out) / bandwidth + 4 N Nk D / rate + coefficients read
+
+The states' mixing works on tiles of blocks, which few blocks do not fill: a line (one head of one item) has PADDING
+blocks more than it has. The dual form reads a coefficient for every query and run of keys in one block; blocks of a
+multiple of 8 tokens have long runs, in others each key is a run. Its gradients are dearer than the states form's, by
+BACKWARD.
+
+tests/ops/test_dispatch.py holds the rule against eval/results/op_h200.json: wherever both forms were timed, in both
+directions, the chosen one may take at most 10 % longer than the better one.
 """
 
 from __future__ import annotations
@@ -17,20 +26,21 @@ __all__ = ["choose_form", "dual_obstacle", "form_costs"]
 
 
 class Constants(NamedTuple):
-    """bandwidth in bytes, states_rate and dual_rate in FLOP, per microsecond; launches in microseconds."""
+    """Per microsecond: bandwidth in bytes, rate in FLOP, reads of coefficients. Launches in microseconds."""
 
     bandwidth: float
-    states_rate: float
-    dual_rate: float
-    states_launch: float
-    dual_launch: float
+    rate: float
+    reads: float
+    states_launch: float = 9.0
+    dual_launch: float = 3.0
 
 
-GATHER = 2.5  # a tile's products take so much longer where coefficients are read for every pair of tokens
-
-# First guesses for an H200; to be replaced by the fit.
-_HALF = Constants(3.4e6, 3.5e8, 3.0e8, 9.0, 3.0)
-_FULL = Constants(3.0e6, 2.0e7, 2.0e7, 9.0, 3.0)
+# Fitted in bfloat16; with float32 products only the rate differs, and it is a guess.
+_HALF = Constants(3.6e6, 4e8, 2e5)
+_FULL = _HALF._replace(rate=2e7)
+PADDING = 3  # blocks, on either side
+RUN = 16  # keys that share a coefficient, where blocks hold a multiple of 8 tokens
+BACKWARD = 1.4
 
 
 def dual_obstacle(
@@ -49,27 +59,38 @@ def dual_obstacle(
 
 
 def form_costs(
-    q: torch.Tensor, v: torch.Tensor, query: Partition, key: Partition, summary_bytes: int
+    q: torch.Tensor,
+    v: torch.Tensor,
+    query: Partition,
+    key: Partition,
+    summary_bytes: int,
+    backward: bool = False,
 ) -> dict[str, float]:
-    """Expected microseconds of a forward pass in each form."""
+    """Expected microseconds of a forward pass in each form.
+
+    backward: gradients will be asked for. The times are then no more than comparable with each other: the states form's
+    is that of its forward pass, which its backward pass is a fixed multiple of.
+    """
     constants = _FULL if q.dtype == torch.float32 else _HALF
     batch, tokens, heads, dim = q.shape
     key_tokens, value_dim = v.shape[1], v.shape[-1]
     lines = batch * heads
     moved = lines * (tokens + key_tokens) * (dim + value_dim) * q.element_size()
-    states = 2 * lines * (query.num_blocks + key.num_blocks) * dim * value_dim * summary_bytes
-    products = 2 * lines * dim * value_dim * (tokens + key_tokens + 2 * query.num_blocks * key.num_blocks)
-    pairs = (
-        2 * lines * query.num_blocks * query.block_size * key.num_blocks * key.block_size * (dim + value_dim)
+    dim, value_dim = -(-dim // 16) * 16, -(-value_dim // 16) * 16
+    blocks = query.num_blocks + key.num_blocks + 2 * PADDING
+    states = 2 * lines * blocks * dim * value_dim * summary_bytes
+    mixing = 2 * lines * query.num_blocks * key.num_blocks * dim * value_dim
+    pairs = lines * query.num_blocks * query.block_size * key.num_blocks * key.block_size
+    runs = all([part.equal and part.layout is not None and part.block_size % 8 == 0 for part in (query, key)])
+    dual = (
+        constants.dual_launch
+        + moved / constants.bandwidth
+        + 2 * pairs * (dim + value_dim) / constants.rate
+        + pairs / (constants.reads * (RUN if runs else 1))
     )
-    if not all(
-        [part.equal and part.layout is not None and part.block_size % 8 == 0 for part in (query, key)]
-    ):
-        pairs *= GATHER
     return {
-        "states": constants.states_launch
-        + max((moved + states) / constants.bandwidth, products / constants.states_rate),
-        "dual": constants.dual_launch + max(moved / constants.bandwidth, pairs / constants.dual_rate),
+        "states": constants.states_launch + (moved + states) / constants.bandwidth + mixing / constants.rate,
+        "dual": dual * BACKWARD if backward and runs else dual,
     }
 
 
@@ -86,5 +107,6 @@ def choose_form(
         return form
     if obstacle:
         return "states"
-    costs = form_costs(q, v, query, key, summary_bytes)
+    backward = torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)
+    costs = form_costs(q, v, query, key, summary_bytes, backward)
     return "dual" if costs["dual"] < costs["states"] else "states"

@@ -10,6 +10,7 @@ from mhla_diffusion.cli import main
 from mhla_diffusion.evaluation import tune_operator
 from mhla_diffusion.evaluation.bench_operator import bench, judge, run
 from mhla_diffusion.evaluation.operator_cases import CASES, FORM_CASES, SCALING, Case, floors, small
+from mhla_diffusion.evaluation.operator_forms import judge_forms, largest_regrets
 from mhla_diffusion.evaluation.timing import host_milliseconds, milliseconds
 
 CPU = torch.device("cpu")
@@ -74,15 +75,20 @@ def test_the_first_call_is_timed_in_a_process_of_its_own(out, capsys):
     (row,) = try_out([], [], out, first=[case])["first_call"]
     assert row["name"] == case.name and row["forward_s"] > 0 and row["forward_backward_s"] > 0
     assert "first call with an empty cache" in capsys.readouterr().out
-    (row,) = try_out([], [], out, first=[TINY])["first_call"]
-    assert "StopIteration" in row["error"]
+    kept, row = try_out([], [], out, first=[case, TINY])["first_call"]
+    assert kept["name"] == case.name and "StopIteration" in row["error"]
 
 
 def test_a_failing_shape_costs_only_itself_and_time_is_kept(out):
     broken = TINY._replace(name="broken", normalizer="sum")
     result = try_out([broken, TINY], [], out)
     assert "choose one of" in result["rows"][0]["error"] and result["rows"][1]["name"] == "tiny"
-    assert try_out([TINY], [TINY], out, minutes=0)["left_out"] == ["tiny (rows)", "tiny (forms)"]
+    late = try_out([TINY_FUSED], [TINY], out, minutes=0)
+    assert late["left_out"] == ["tiny, fused (rows)", "tiny (forms)"]
+    assert [row["name"] for row in late["rows"]] == [
+        "tiny",
+        "tiny",
+    ]  # what failed is gone, for a next run to try
 
 
 def test_a_failing_peer_costs_only_itself(out, monkeypatch):
@@ -146,14 +152,105 @@ def test_the_command_tries_itself_out_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert [row["shape"]["N"] for row in scaled["rows"]] == [64]
 
 
-def test_parts_that_are_not_measured_again_stay(out):
-    first = try_out([TINY], [TINY], out)
-    second = try_out([TINY_FUSED], [], out, keep=["forms"])
-    assert second["forms"] == json.loads(json.dumps(first["forms"])) and len(second["rows"]) == 1
-    out.write_text(out.read_text().replace(torch.__version__, "0.0"))
-    assert try_out([TINY_FUSED], [], out, keep=["forms"])["forms"] == []  # not of these versions
-    bench(out=out, rows=["dit 256"], device="cpu", repeats=1, parts=["first_call"])
-    assert json.loads(out.read_text())["rows"] == []  # what is there was no try with small shapes
+def test_a_later_run_measures_what_is_missing_and_nothing_else(out):
+    first = try_out([TINY], [TINY], out, reported=[TINY_FUSED])
+    second = try_out([TINY, TINY_FUSED], [TINY], out, reported=[TINY_FUSED])
+    plain = json.loads(json.dumps(first))
+    assert second["rows"][:2] == plain["rows"] and [row["name"] for row in second["rows"][2:]] == [
+        "tiny, fused"
+    ]
+    for part in ("forms", "kernels", "copy_bandwidth_gb_per_s", "product_tflop_per_s"):
+        assert second[part] == plain[part]
+    third = try_out([TINY_FUSED], [], out, again=True)
+    assert third["rows"][:2] == plain["rows"] and third["forms"] == plain["forms"]
+    assert third["rows"][2]["ours_ms"] != second["rows"][2]["ours_ms"]
+
+
+def written(out, change) -> None:
+    """The file as a run that was cut short could have left it."""
+    result = json.loads(out.read_text())
+    change(result)
+    out.write_text(json.dumps(result))
+
+
+def test_a_row_without_its_peers_gets_them_and_keeps_its_time(out):
+    (row,) = try_out([TINY_FUSED], [], out)["rows"]
+
+    def cut(result):
+        result["rows"][0]["peers_ms"] = {"SDPA": 123.0}
+        result["rows"][0]["peers_not_run"] = {
+            "plain linear, eager": "does not run: no kernel", "MHLA by matmuls, eager": "left out",
+        }  # fmt: skip
+        del result["repeats"]  # as files were before
+
+    written(out, cut)
+    with pytest.raises(ValueError, match="another repeats: give another file"):
+        try_out([TINY_FUSED], [], out)
+    written(out, lambda result: result.update(repeats=1))
+    late = try_out([TINY_FUSED], [], out, minutes=0)
+    assert late["left_out"] == ["tiny, fused, forward (MHLA by matmuls, eager, FLA chunked (causal))"]
+    (found,) = try_out([TINY_FUSED], [], out)["rows"]
+    assert found["ours_ms"] == row["ours_ms"] and found["peers_ms"]["SDPA"] == 123.0
+    assert set(found["peers_ms"]) == {"SDPA", "MHLA by matmuls, eager"}
+    assert found["peers_not_run"] == {
+        "plain linear, eager": "does not run: no kernel", "FLA chunked (causal)": "not installed",
+        "MHLA by matmuls, compiled": "left out", "plain linear, compiled": "left out",
+    }  # fmt: skip
+
+
+def test_what_is_cut_in_the_middle_is_measured_whole(out):
+    try_out([TINY], [], out, reported=[TINY_FUSED])
+
+    def cut(result):
+        del result["rows"][1], result["kernels"][1:]
+
+    written(out, cut)
+    result = try_out([TINY], [], out, reported=[TINY_FUSED])
+    assert [row["direction"] for row in result["rows"]] == ["forward", "forward_backward"]
+    assert len(result["kernels"]) == len(tune_operator.kernels_of(TINY_FUSED))
+    moved = TINY._replace(batch=2)  # the same name, another shape
+    assert [row["shape"]["B"] for row in try_out([moved], [], out)["rows"]] == [2, 2]
+
+
+def test_rows_stand_in_the_order_of_the_cases(out):
+    cases = [small(case) for case in CASES if case.name in ("dit 256", "sana 4K", "wan 720p")]
+    for case in reversed(cases):
+        result = try_out([case._replace(backward=False)], [], out)
+    assert [row["name"] for row in result["rows"]] == [case.name for case in cases]
+
+
+def test_measurements_of_another_kind_are_not_mixed(out):
+    try_out([TINY], [TINY], out)
+    written(out, lambda result: result["versions"].update(torch="0.0"))
+    with pytest.raises(
+        ValueError, match=r"op.json holds measurements with another versions: give another file"
+    ):
+        try_out([TINY], [], out)
+    with pytest.raises(ValueError, match="another versions and note"):
+        bench(out=out, rows=["dit 256"], device="cpu", repeats=1, parts=["first_call"])
+
+
+def test_a_peer_that_was_stopped_stays_stopped(out, monkeypatch):
+    first, second = TINY_FUSED, TINY._replace(backward=False)
+    monkeypatch.setattr("mhla_diffusion.evaluation.operator_peers.LIMIT_MS", 0.0)
+    try_out([first], [], out, stopping=True)
+    monkeypatch.undo()
+    rows = try_out([first, second], [], out, stopping=True)["rows"]
+    assert rows[1]["peers_not_run"]["SDPA"] == f"{rows[0]['peers_not_run']['SDPA']} (at tiny, fused)"
+    assert rows[0]["peers_ms"] == rows[1]["peers_ms"] == {}
+
+
+def test_what_the_rule_would_choose_is_said_of_times_that_stay():
+    case = next(case for case in FORM_CASES if case.name == "16^2 tokens, 4^2 blocks, 32")
+    times = {"states_forward_ms": 2.0, "dual_forward_ms": 1.0, "states_both_ms": 3.0, "dual_both_ms": 2.0}
+    forms = [{"name": case.name, **times}, {"name": case.name, "error": "x"}, {"name": "unknown", **times}]
+    judge_forms(forms, FORM_CASES, torch.device("cuda"), torch.bfloat16)
+    assert (forms[0]["chosen"], forms[0]["regret"]) == ("dual", 0)
+    assert (forms[0]["chosen_with_gradients"], forms[0]["regret_with_gradients"]) == ("states", 0.5)
+    assert largest_regrets(forms) == {"largest_regret": 0, "largest_regret_with_gradients": 0.5}
+    assert "chosen" not in forms[1] and "chosen" not in forms[2]
+    judge_forms(forms, FORM_CASES, CPU, torch.float32)
+    assert (forms[0]["chosen"], forms[0]["regret"]) == ("plain torch", None)
 
 
 def test_mistakes_are_named_in_one_line(capsys):

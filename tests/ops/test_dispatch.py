@@ -1,0 +1,94 @@
+"""The cost rule against what was measured: it chooses the better form, or one that is hardly worse."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mhla_diffusion.ops.dispatch import choose_form, form_costs
+from mhla_diffusion.ops.partition import grid_partition
+
+RESULT = Path(__file__).resolve().parent.parent.parent / "eval" / "results" / "op_h200.json"
+FORMS = [row for row in json.loads(RESULT.read_text())["forms"] if "error" not in row]
+
+
+def inputs_of(shape: dict, grid: tuple[int, ...], block_grid: tuple[int, ...], dtype=torch.bfloat16):
+    q = torch.empty(shape["B"], shape["N"], shape["H"], shape["D"], device="meta", dtype=dtype)
+    return q, grid_partition(grid, block_grid, shape["N"], q.device)
+
+
+def square_inputs(row: dict):
+    """A form's shapes are squares: 24^2 tokens in 4^2 blocks."""
+    shape = row["shape"]
+    side, blocks = (round(shape[name] ** 0.5) for name in ("N", "M"))
+    assert (side**2, blocks**2) == (shape["N"], shape["M"])
+    return inputs_of(shape, (side, side), (blocks, blocks))
+
+
+@pytest.mark.parametrize("direction", ["forward", "both"])
+@pytest.mark.parametrize("row", FORMS, ids=lambda row: row["name"])
+def test_the_chosen_form_is_hardly_worse_than_the_better_one(row, direction):
+    q, part = square_inputs(row)
+    q.requires_grad_(direction == "both")
+    chosen = choose_form("auto", q, q, None, "paper", part, part, 2)
+    times = {form: row[f"{form}_{direction}_ms"] for form in ("states", "dual")}
+    assert times[chosen] < 1.10 * min(times.values())
+    # What the file says of the rule is said of this rule.
+    suffix = "_with_gradients" if direction == "both" else ""
+    assert row[f"chosen{suffix}"] == chosen
+    assert row[f"regret{suffix}"] == pytest.approx(times[chosen] / min(times.values()) - 1)
+
+
+def test_the_costs_are_near_the_times():
+    """Of states within a third, over a range of a factor of 40; of dual where one tile does not hold all tokens."""
+    for row in FORMS:
+        q, part = square_inputs(row)
+        costs = form_costs(q, q, part, part, 2)
+        assert costs["states"] == pytest.approx(1e3 * row["states_forward_ms"], rel=0.34)
+        if row["shape"]["N"] > 64:
+            assert costs["dual"] == pytest.approx(1e3 * row["dual_forward_ms"], rel=0.34)
+
+
+@pytest.mark.parametrize(
+    ("shape", "grid", "block_grid", "form"),
+    [
+        ({"B": 32, "N": 256, "H": 16, "D": 72}, (16, 16), (4, 4), "dual"),
+        ({"B": 16, "N": 1024, "H": 16, "D": 72}, (32, 32), (4, 4), "states"),
+        ({"B": 1, "N": 31500, "H": 12, "D": 128}, (21, 30, 50), (3, 5, 10), "states"),
+        ({"B": 2, "N": 16384, "H": 36, "D": 32}, (128, 128), (8, 8), "states"),
+        ({"B": 2, "N": 1024, "H": 36, "D": 32}, (32, 32), (4, 4), "states"),
+    ],
+)
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_models_shapes(shape, grid, block_grid, form, trained):
+    q, part = inputs_of(shape, grid, block_grid)
+    q.requires_grad_(trained)
+    assert choose_form("auto", q, q, None, "paper", part, part, 2) == form
+
+
+def test_gradients_count_only_where_they_are_taken():
+    q, part = inputs_of({"B": 32, "N": 256, "H": 16, "D": 32}, (16, 16), (4, 4))
+    assert choose_form("auto", q, q, None, "paper", part, part, 2) == "dual"
+    q.requires_grad_()
+    assert choose_form("auto", q, q, None, "paper", part, part, 2) == "states"
+    with torch.no_grad():
+        assert choose_form("auto", q, q, None, "paper", part, part, 2) == "dual"
+
+
+def test_blocks_without_runs_have_the_states_backward_pass_in_either_form():
+    q, part = inputs_of({"B": 64, "N": 64, "H": 16, "D": 32}, (8, 8), (4, 4))  # 4 tokens in a block
+    forward, both = (form_costs(q, q, part, part, 2, backward) for backward in (False, True))
+    assert forward == both
+
+
+def test_costs_grow_with_everything_that_grows():
+    def costs(batch=4, side=16, blocks=4, dim=64, dtype=torch.bfloat16):
+        shape = {"B": batch, "N": side**2, "H": 8, "D": dim}
+        q, part = inputs_of(shape, (side, side), (blocks, blocks), dtype)
+        return form_costs(q, q, part, part, q.element_size())
+
+    small = costs()
+    for larger in (costs(batch=8), costs(side=32), costs(dim=128), costs(dtype=torch.float32)):
+        assert all(larger[form] > small[form] for form in small)
+    assert costs(blocks=8)["states"] > small["states"]
