@@ -1,7 +1,8 @@
-"""Rows of image models: ours beside stock and the floor, on the same weights, one after another."""
+"""Rows of image models: ours beside stock and the floor, on the same weights, in turns."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ from diffusers.models.attention_processor import Attention
 from ..models.convert import convert
 from ..models.dit_presets import dit_config
 from ..models.sana_presets import sana_config
-from .model_steps import How, Step, released, step_milliseconds, time_and_peak
+from .model_steps import How, Step, held_bytes, in_turns, released, step_milliseconds, time_and_peak
+from .timing import host_milliseconds
 
 __all__ = ["CASES", "Case", "floor_of"]
 
@@ -129,27 +131,36 @@ def variant_of(stock: torch.nn.Module, variant: str, case: Case, fuse_qkv: bool)
     return floor_of(ours) if variant == "floor" else ours
 
 
+def prepared(case: Case, how: How) -> tuple[Case, torch.nn.Module, dict]:
+    """The case as it runs here, the stock model and the inputs that all its variants take."""
+    case = case._replace(batch=min(case.batch, 2)) if how.tiny else case
+    stock = stock_model(case, how.device, how.tiny)
+    if case.direction == "forward":
+        # Without the notice of ModelMixin.to about modules kept in float32.
+        torch.nn.Module.to(stock, how.dtype)
+    return case, stock, model_inputs(case, stock.config, how.device, how.dtype)
+
+
+def step_of(stock: torch.nn.Module, variant: str, case: Case, inputs: dict, how: How) -> Step:
+    return Step(
+        variant_of(stock, variant, case, how.fuse_qkv),
+        inputs,
+        how.dtype,
+        training=case.direction == "train",
+        compiled="whole" if case.mode == "compiled" else None,
+        mode=how.compile_mode,
+    )
+
+
 def steps(case: Case, variants: Sequence[str], how: How) -> Iterator[tuple]:
     """(variant, step) of each variant on the same weights; a step is freed before the next one is built."""
-    device, dtype, tiny = how.device, how.dtype, how.tiny
-    case = case._replace(batch=min(case.batch, 2)) if tiny else case
-    stock = stock_model(case, device, tiny)
-    if case.direction == "forward":
-        torch.nn.Module.to(stock, dtype)  # without the notice of ModelMixin.to about modules kept in float32
-    inputs = model_inputs(case, stock.config, device, dtype)
+    case, stock, inputs = prepared(case, how)
     for variant in variants:
-        step = Step(
-            variant_of(stock, variant, case, how.fuse_qkv),
-            inputs,
-            dtype,
-            training=case.direction == "train",
-            compiled="whole" if case.mode == "compiled" else None,
-            mode=how.compile_mode,
-        )
+        step = step_of(stock, variant, case, inputs, how)
         yield variant, step
         del step
         stock.zero_grad(set_to_none=True)
-        released(device)
+        released(how.device)
 
 
 PEAKS = {"stock": "stock_peak_gb", "ours": "peak_gb"}
@@ -157,7 +168,8 @@ PEAKS = {"stock": "stock_peak_gb", "ours": "peak_gb"}
 
 def new_row(case: Case) -> dict:
     times = {f"{variant}_ms": None for variant in ("ours", "stock", "floor")}
-    return row_head(case) | times | {"peak_gb": None, "stock_peak_gb": None}
+    peaks = {"peak_gb": None, "stock_peak_gb": None}
+    return row_head(case) | times | peaks | {"host_ms": dict.fromkeys(VARIANTS), "in_turns": False}
 
 
 def missing(row: dict) -> list[str]:
@@ -165,13 +177,29 @@ def missing(row: dict) -> list[str]:
 
 
 def measure(case: Case, row: dict, write: Callable[[], None], how: How) -> None:
-    """Fill in what the row lacks; `write` is called after each variant, since compiling one takes minutes."""
-    for variant, step in steps(case, missing(row), how):
-        row[f"{variant}_ms"] = step_milliseconds(step, how.device, how.seconds)
+    """Fill in what the row lacks; `write` is called after each variant, since compiling one takes minutes.
+
+    Where all variants are here they are timed once more, in turns: what else runs on the machine meets them alike.
+    """
+    device = how.device
+    case, stock, inputs = prepared(case, how)
+    base, ready = held_bytes(device), {}
+    for variant in missing(row):
+        before = held_bytes(device)  # by the other variants, beyond the weights
+        step = step_of(stock, variant, case, inputs, how)
+        row[f"{variant}_ms"] = step_milliseconds(step, device, how.seconds / 2)
+        row["host_ms"][variant] = host_milliseconds(step, device, 10)
         if variant in PEAKS:
-            row[PEAKS[variant]] = time_and_peak(step, how.device)[1]
+            peak = time_and_peak(step, device)[1]
+            row[PEAKS[variant]] = None if peak is None else peak - (before - base) / 1e9
+        ready[variant] = step
+        stock.zero_grad(set_to_none=True)
+        released(device, keep_compiled=True)
         write()
-        del step
+    if len(ready) == len(VARIANTS):
+        times = in_turns(ready, {v: row[f"{v}_ms"] for v in ready}, device, how.seconds)
+        row |= {f"{variant}_ms": statistics.median(each) for variant, each in times.items()}
+        row["in_turns"] = True
 
 
 def row_head(case: Case) -> dict:
@@ -189,6 +217,7 @@ def as_line(row: dict, case: Case) -> str:
     line = f"{row['name']}: ours {row['ours_ms']:.2f} ms, stock {row['stock_ms']:.2f}, floor {row['floor_ms']:.2f}, "
     line += f"ratio {row['ours_ms'] / row['stock_ms']:.3f}"
     line += f" (target {case.target})" if case.target is not None and row["mode"] == "compiled" else ""
+    line += ", host " + " / ".join(f"{row['host_ms'][variant]:.2f}" for variant in ("ours", "stock", "floor"))
     if row["peak_gb"] is not None:
         line += f", peak {row['peak_gb']:.2f} GB, stock {row['stock_peak_gb']:.2f}"
     return line
@@ -201,5 +230,7 @@ def settings_of(how: How) -> dict:
         "compile": f"whole model, mode {how.compile_mode}",
         "ours": "fuse_qkv_projections() in forward passes" if how.fuse_qkv else "as converted",
         "block_grids": {f"{case.title} {case.size}": list(case.block_grid) for case in CASES},
+        "time": "median of rounds in which the variants of a row take turns, where in_turns says so",
+        "host_ms": "time until a step is issued, without waiting for the device",
         "tiny": how.tiny,
     }

@@ -14,7 +14,7 @@ from mhla_diffusion.evaluation.model_steps import in_turns, step_milliseconds
 from mhla_diffusion.models.convert import convert
 
 KEYS = {"name", "model", "size", "batch", "mode", "direction", "ours_ms", "stock_ms", "floor_ms", "peak_gb"}
-KEYS |= {"stock_peak_gb"}
+KEYS |= {"stock_peak_gb", "host_ms", "in_turns"}
 CPU = torch.device("cpu")
 
 
@@ -42,9 +42,11 @@ def test_a_row_holds_ours_stock_and_the_floor(name, tmp_path, capsys, monkeypatc
     (row,) = result["rows"]
     assert set(row) == KEYS and row["name"] == name and row["model"] == "SANA-0.6B" and row["batch"] == 2
     assert min(row["ours_ms"], row["stock_ms"], row["floor_ms"]) > 0 and row["peak_gb"] is None
+    assert row["in_turns"] and row["host_ms"].keys() == {"ours", "stock", "floor"}
     assert result["versions"]["torch"] == torch.__version__ and result["settings"]["tiny"]
     printed = capsys.readouterr().out
-    assert "ratio" in printed and ("target 0.9" in printed) == name.endswith("compiled")
+    assert "ratio" in printed and ", host " in printed
+    assert ("target 0.9" in printed) == name.endswith("compiled")
 
 
 def test_ours_can_run_with_fused_projections(tmp_path):
@@ -88,7 +90,7 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch):
     assert row["error"] == "RuntimeError: out of memory" and row["floor_ms"] is None
     monkeypatch.undo()
     again = run(out, rows=[third], device="cpu", seconds=0.01)["rows"][2]
-    assert "error" not in again and again["floor_ms"] > 0
+    assert "error" not in again and again["floor_ms"] > 0 and not again["in_turns"]
     assert again["ours_ms"] == row["ours_ms"] and again["stock_ms"] == row["stock_ms"]
     out.write_text(json.dumps(both | {"device": "another"}))
     with pytest.raises(ValueError, match="another device, version or setting"):
