@@ -6,6 +6,7 @@ Needs the `eval` extra (matplotlib).
 """
 
 import argparse
+import io
 import json
 from pathlib import Path
 
@@ -13,10 +14,11 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from PIL import Image
 
 OURS = "MHLA, this package"
 # Told apart without colour, too: every line has its name at its end.
-COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#aa3377", "#bbbbbb", "#ee8866", "#000000")
+COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#aa3377", "#888888", "#ee8866", "#000000")
 
 
 def lines_of(result: dict) -> dict[str, list[tuple[int, float]]]:
@@ -46,16 +48,24 @@ def caption(result: dict) -> str:
         [f"{name} {result['versions'][name]}" for name in ("torch", "triton") if name in result["versions"]]
     )
     text = f"forward, {result['dtype']}, {shape} · {result['device']} · {versions} · {result['date']}"
-    missing = sorted(
-        {
-            name
-            for row in result["rows"]
-            for name, why in row.get("peers_not_run", {}).items()
-            if why == "not installed"
-        }
-    )
-    text += f"\nnot installed: {', '.join(missing)}" if missing else ""
+    text += "".join(f"\n{line}" for line in gaps(result))
     return text + (f"\n{result['note']}" if result["note"] else "")
+
+
+def gaps(result: dict) -> list[str]:
+    """Where peers have no points: "not timed beyond 8k tokens: A; B", by the reason's first words."""
+    found: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for row in result["rows"] for name in row.get("peers_not_run", {})):
+        rows = [row for row in result["rows"] if name in row.get("peers_not_run", {})]
+        first = min(rows, key=lambda row: row["shape"]["N"])
+        timed = [row["shape"]["N"] for row in result["rows"] if name in row.get("peers_ms", {})]
+        why = first["peers_not_run"][name].partition(":")[0].replace("left out", "not timed")
+        found.setdefault(f"{why} beyond {tokens(max(timed))} tokens" if timed else why, []).append(name)
+    return [f"{why}: {'; '.join(names)}" for why, names in found.items()]
+
+
+def tokens(number: int) -> str:
+    return f"{number // 1024}k" if number >= 1024 else str(number)
 
 
 def draw(result: dict, out: Path) -> None:
@@ -90,7 +100,7 @@ def draw(result: dict, out: Path) -> None:
             weight=weight,
         )
     ticks = [n for n, _ in lines[OURS]]
-    axes.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks])
+    axes.set_xticks(ticks, [tokens(n) for n in ticks])
     axes.minorticks_off()
     axes.grid(True, which="major", color="#e6e6e6", linewidth=0.7)
     for side in ("top", "right"):
@@ -98,7 +108,10 @@ def draw(result: dict, out: Path) -> None:
     figure.text(0.01, 0.01, caption(result), fontsize=7, color="#555555", va="bottom")
     figure.subplots_adjust(left=0.09, right=0.74, top=0.97, bottom=0.2)
     out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out)
+    # Few colours: a palette makes the file a third of its size.
+    drawn = io.BytesIO()
+    figure.savefig(drawn)
+    Image.open(drawn).convert("RGB").quantize(64).save(out, optimize=True)
     pyplot.close(figure)
 
 

@@ -1,5 +1,6 @@
 """The plot of the operator's times is drawn from what the command writes."""
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,28 @@ def test_a_small_picture_is_drawn(result, tmp_path):
     with Image.open(tmp_path / "plots" / "s.png") as picture:
         assert picture.width > 600 and len(picture.convert("RGB").resize((64, 64)).getcolors(4096)) > 10
     assert (tmp_path / "plots" / "s.png").stat().st_size < 150_000
+
+
+def test_peers_without_points_are_named():
+    spec = importlib.util.spec_from_file_location("plot_scaling", PROGRAM)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    rows = [
+        {"shape": {"N": 1024}, "peers_ms": {"A": 1.0, "C": 1.0}, "peers_not_run": {"B": "not installed"}},
+        {
+            "shape": {"N": 2048},
+            "peers_ms": {"C": 2.0},
+            "peers_not_run": {"A": "left out", "B": "not installed"},
+        },
+        {
+            "shape": {"N": 4096},
+            "peers_ms": {},
+            "peers_not_run": {"A": "left out", "C": "stopped: one call took 1 s"},
+        },
+    ]
+    assert program.gaps({"rows": rows}) == [
+        "not installed: B", "not timed beyond 1k tokens: A", "stopped beyond 2k tokens: C",
+    ]  # fmt: skip
 
 
 def test_nothing_to_draw_is_said(tmp_path):
