@@ -136,7 +136,7 @@ def add_operator(parts, add_command: Callable) -> None:
     add(
         "--out",
         metavar="FILE",
-        help="JSON (default: outputs/op.json, with --scaling outputs/op_scaling.json)",
+        help="JSON (default: outputs/op.json; op_scaling.json with --scaling, op_quick.json with --quick)",
     )
 
 
@@ -146,7 +146,8 @@ def run_bench_op(args: argparse.Namespace) -> int:
 
     from mhla_diffusion.evaluation.bench_operator import bench
 
-    out = Path(args.out or ("outputs/op_scaling.json" if args.scaling else "outputs/op.json"))
+    kinds = [kind for kind in ("scaling", "quick") if getattr(args, kind)]
+    out = Path(args.out or f"outputs/{'_'.join(['op', *kinds])}.json")
     bench(
         out=out,
         rows=args.rows,

@@ -142,13 +142,13 @@ def test_the_command_tries_itself_out_on_a_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     line = "bench op --device cpu --quick --repeats 1 --rows 512 ragged"
     assert main(line.split()) == 0
-    result = json.loads((tmp_path / "outputs" / "op.json").read_text())
+    result = json.loads((tmp_path / "outputs" / "op_quick.json").read_text())
     assert [row["name"] for row in result["rows"]] == [
         "wan 480x832x81, ragged, small", "dit 512, small", "dit 512, small",
     ]  # fmt: skip
     assert "tries the program out" in result["note"] and result["note"] in capsys.readouterr().out
     assert main([*line.split()[:-2], "1024", "--scaling"]) == 0
-    scaled = json.loads((tmp_path / "outputs" / "op_scaling.json").read_text())
+    scaled = json.loads((tmp_path / "outputs" / "op_scaling_quick.json").read_text())
     assert [row["shape"]["N"] for row in scaled["rows"]] == [64]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from mhla_diffusion.ops.dispatch import choose_form, form_costs
 from mhla_diffusion.ops.partition import grid_partition
@@ -92,3 +93,24 @@ def test_costs_grow_with_everything_that_grows():
     for larger in (costs(batch=8), costs(side=32), costs(dim=128), costs(dtype=torch.float32)):
         assert all(larger[form] > small[form] for form in small)
     assert costs(blocks=8)["states"] > small["states"]
+
+
+def test_the_choice_is_the_same_under_compile_and_one_graph_serves_many_sizes():
+    """Kinds of grids: one form or the other; the first grid as constants; equal sides, which torch may take for one size."""
+    torch.compiler.reset()
+    grids = [(16, 16), (24, 16), (64, 64), (24, 24), (128, 96), (96, 64), (16, 24), (64, 128)]
+
+    def call(q, grid):
+        part = grid_partition(grid, (2, 2), q.shape[1], q.device)
+        form = choose_form("auto", q, q, None, "paper", part, part, 2)
+        return q.new_ones(1) * (2 if form == "dual" else 3)
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    found = set()
+    for grid in grids:
+        q = torch.empty(1, grid[0] * grid[1], 1, 128, dtype=torch.bfloat16)
+        got = compiled(q, grid)
+        assert torch.equal(got, call(q, grid))
+        found.add(float(got))
+    assert found == {2.0, 3.0} and counter.frame_count <= 4 < len(grids)
