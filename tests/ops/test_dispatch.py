@@ -96,7 +96,7 @@ def test_costs_grow_with_everything_that_grows():
 
 
 def test_the_choice_is_the_same_under_compile_and_one_graph_serves_many_sizes():
-    """Kinds of grids: one form or the other; the first grid as constants; equal sides, which torch may take for one size."""
+    """Kinds of grids: either form; the first grid as constants; equal sides, which torch may take for one size."""
     torch.compiler.reset()
     grids = [(16, 16), (24, 16), (64, 64), (24, 24), (128, 96), (96, 64), (16, 24), (64, 128)]
 
