@@ -50,6 +50,7 @@ def _facts(kernel, grid, compiled) -> dict:
 def launches() -> Iterator[list[dict]]:
     """Within the block, every kernel that the operator starts adds a line to the list."""
     from ..ops import triton_launch
+    from ..ops.triton_configs import override
 
     found: list[dict] = []
     launch = triton_launch.launch
@@ -59,7 +60,8 @@ def launches() -> Iterator[list[dict]]:
 
     triton_launch.launch = watched
     try:
-        yield found
+        with override(replay=False):  # a replayed launch would pass unseen
+            yield found
     finally:
         triton_launch.launch = launch
 

@@ -37,7 +37,7 @@ def derived(source: torch.Tensor, key: Hashable, build: Callable[[], torch.Tenso
     return kept[1][key]
 
 
-def interleaved_angles(rope: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+def interleaved_angles(rope: tuple[torch.Tensor, torch.Tensor], inputs: torch.dtype) -> torch.Tensor:
     """`(N, D)` contiguous: cos, sin, cos, sin, ... of each token, the form in which the kernels read a rotation.
 
     All heads of a token read its row from L2, so at float32 the angles would be half of a call's traffic there. Next to
@@ -45,7 +45,7 @@ def interleaved_angles(rope: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor)
     features to bfloat16 adds 1.7e-3. Float32 inputs keep float32 angles.
     """
     cos, sin = rope
-    dtype = overridden("angles", torch.float32 if x.dtype == torch.float32 else torch.float16)
+    dtype = overridden("angles", torch.float32 if inputs == torch.float32 else torch.float16)
 
     def build() -> torch.Tensor:
         return torch.stack((cos.detach().to(dtype), sin.detach().to(dtype)), dim=-1).flatten(1)

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from . import fallback, triton_launch
-from .derived import interleaved_angles
+from . import fallback, replay, triton_launch
 from .dual_kernels import dual_forward_kernel, dual_key_kernel, dual_query_kernel
 from .partition import Partition
 from .triton_configs import DualConfig, dual_configs, head_parts
-from .triton_launch import DOT, ceil_div, dot_bits, new_rows, start_first_fitting, strides_of, unit_stride
+from .triton_launch import (
+    DOT,
+    ceil_div,
+    dot_bits,
+    new_rows,
+    start_first_fitting,
+    strides_of,
+    turning_angles,
+    unit_stride,
+)
 
 __all__ = ["dual_backward", "dual_forward", "has_dual_backward"]
 
@@ -39,7 +47,7 @@ def _m_strides(mixing: torch.Tensor) -> tuple[int, ...]:
 
 
 def _angles(rope, x: torch.Tensor) -> torch.Tensor:
-    return x if rope is None else interleaved_angles(rope, x)
+    return x if rope is None else turning_angles(rope, x.dtype)
 
 
 def _constants(
@@ -67,7 +75,7 @@ def dual_forward(
     batch, tokens, heads, _ = q.shape
     out = new_rows(query, (batch, tokens, heads, v.shape[-1]), out_dtype, q.device)
     slots = query.num_blocks * query.block_size
-    den = torch.empty(batch, heads, slots if divide else 0, dtype=torch.float32, device=q.device)
+    den = replay.empty((batch, heads, slots if divide else 0), torch.float32, q.device)
     tables = tuple(q if part.layout is not None else part.table for part in (query, key))
     angles = _angles(rope, q), _angles(key_rope, k)
     strides, step = strides_of(q, k, v)
@@ -110,8 +118,8 @@ def dual_backward(
     """Gradients of q, k, v and mixing, for partitions that `has_dual_backward` accepts. None: no configuration fits."""
     grad, q, k, v = unit_stride(grad), unit_stride(q), unit_stride(k), unit_stride(v)
     batch, tokens, heads, _ = q.shape
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = torch.empty(den.shape, dtype=torch.float32, device=q.device)
+    dq, dk, dv = (replay.empty(x.shape, x.dtype, x.device) for x in (q, k, v))
+    delta = replay.empty(den.shape, torch.float32, q.device)
     strides, step = strides_of(q, k, v, grad)
     strides = (*strides, *_m_strides(mixing))
     sides = (heads, tokens, k.shape[1], feature_eps)
@@ -122,7 +130,7 @@ def dual_backward(
     def start_queries(config: DualConfig) -> None:
         run, query_run = _run(key, config.BN), _run(query, config.BM)
         shape = (batch, heads, tokens // query_run, k.shape[1] // run)
-        pieces[:] = [torch.empty(shape, dtype=torch.float32, device=q.device)]
+        pieces[:] = [replay.empty(shape, torch.float32, q.device)]
         triton_launch.launch(
             dual_query_kernel, (ceil_div(tokens, config.BM) * batch * heads,), config,
             q, k, v, mixing, *angles, grad, out, den, delta, dq, pieces[0], *strides, *sides,
@@ -140,7 +148,6 @@ def dual_backward(
     for name, start in (("dual_query", start_queries), ("dual_key", start_keys)):
         if not _start(name, q, v.shape[-1], options, start):
             return None
-    runs = pieces[0].shape[-1] // key.num_blocks
-    pieces[0] = pieces[0].view(batch, heads, query.num_blocks, -1, key.num_blocks, runs)
-    dmixing = pieces[0].sum(dim=(0, 3, 5) if mixing.ndim == 3 else (0, 1, 3, 5))
-    return dq, dk, dv, dmixing
+    shape = (batch, heads, query.num_blocks, -1, key.num_blocks, pieces[0].shape[-1] // key.num_blocks)
+    summed = (0, 3, 5) if mixing.ndim == 3 else (0, 1, 3, 5)
+    return dq, dk, dv, replay.computed(lambda x: x.view(shape).sum(dim=summed), pieces[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import fallback, triton_launch
+from . import fallback, replay, triton_launch
 from .states_mixing import mix_gradient_kernel, mix_kernel, spread_kernel
 from .triton_configs import MixConfig, MixGradientConfig, Warps, mix_configs
 from .triton_launch import ceil_div, power_of_two, start_first_fitting
@@ -22,7 +22,7 @@ def _spread(matrix: torch.Tensor, columns: int, tile: int, width: int, split: bo
     width = power_of_two(max(columns, width))
     matrices = matrix.shape[0] if matrix.ndim == 3 else 1
     shape = ((2,) if split else ()) + (matrices, padded_rows, width)
-    out = torch.empty(shape, dtype=torch.bfloat16 if split else torch.float32, device=matrix.device)
+    out = replay.empty(shape, torch.bfloat16 if split else torch.float32, matrix.device)
     triton_launch.launch(
         spread_kernel, (padded_rows, matrices), Warps(1), matrix, out,
         matrix.stride(0) if matrix.ndim == 3 else 0, *matrix.stride()[-2:], rows, columns,
@@ -35,7 +35,7 @@ def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: 
     """(Mq, Mk) or (H, Mq, Mk) float32 times states (B, H, Mk * chunks, K), in the states' dtype. x: dtype and dims."""
     batch, heads, columns, size = states.shape
     rows = matrix.shape[-2]
-    mixed = torch.empty(batch, heads, rows, size, dtype=states.dtype, device=states.device)
+    mixed = replay.empty((batch, heads, rows, size), states.dtype, states.device)
     kind = _MIX_DOT[x.dtype] if states.dtype == x.dtype else "tf32"
     split = kind == "split"
 
@@ -71,7 +71,8 @@ def mix_gradient(
     configs = mix_configs("mix_gradient", 16 if kind == "split" else 32, left_rows, right_rows)
     run = min(4096, power_of_two(size))
     parts = ceil_div(size, run)
-    out = torch.empty(batch, heads, parts, left_rows, right_rows, dtype=torch.float32, device=x.device)
+    matrix_ndim = matrix.ndim  # a plan must not keep the matrix
+    out = replay.empty((batch, heads, parts, left_rows, right_rows), torch.float32, x.device)
 
     def start(config: MixGradientConfig) -> None:
         tiles = ceil_div(left_rows, config.BM) * ceil_div(right_rows, config.BP)
@@ -82,8 +83,11 @@ def mix_gradient(
 
     if not start_first_fitting("mix_gradient", x, value_dim, configs, (kind,), start):
         out = (left.float() @ right.float().transpose(-1, -2))[:, :, None]
-    out = out.sum(dim=(0, 2) if matrix.ndim == 3 else (0, 1, 2))
     rows, columns = matrix.shape[-2:]
-    return out.view(*out.shape[:-2], rows, left_rows // rows, columns, right_rows // columns).sum(
-        dim=(-3, -1)
-    )
+    chunks = (rows, left_rows // rows, columns, right_rows // columns)
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        x = x.sum(dim=(0, 2) if matrix_ndim == 3 else (0, 1, 2))
+        return x.view(*x.shape[:-2], *chunks).sum(dim=(-3, -1))
+
+    return replay.computed(summed, out)

@@ -17,6 +17,7 @@ from torch import Tensor
 from .dispatch import choose_form
 from .eager import epilogue, features, from_blocks, mask_padding, normalise
 from .partition import Partition, layout_partition
+from .replay import computed, replayed
 from .rotation import angle_tables
 
 __all__ = ["mhla_backward", "mhla_dual", "mhla_dual_backward", "mhla_forward", "triton_core"]
@@ -57,6 +58,7 @@ def _pair(first, second):
 
 @torch.library.custom_op("mhla_diffusion::mhla_forward", mutates_args=())
 @_on_its_device
+@replayed
 def mhla_forward(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, query_table: Tensor | None, key_table: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
@@ -105,6 +107,10 @@ def _(
     return out, q.new_empty(batch, heads, rows, size, dtype=state_dtype)
 
 
+def _transposed(matrix: Tensor) -> Tensor:
+    return matrix.transpose(-1, -2)
+
+
 def _states_backward(
     grad, q, k, v, mixing, state, query: Partition, key: Partition, rope, key_rope,
     feature_eps: float, denominator_eps: float, divide: bool,
@@ -117,13 +123,14 @@ def _states_backward(
         mass=divide, denominator_eps=denominator_eps, state_dtype=state.dtype,
     )  # fmt: skip
     dmixing = mix_gradient(dmixed, state, mixing, q, value_dim)
-    dstate = mix(mixing.transpose(-1, -2), dmixed, q, value_dim)
+    dstate = mix(computed(_transposed, mixing), dmixed, q, value_dim)
     dk, dv = key_gradients(k, v, dstate, key, key_rope, feature_eps, mass=divide)
     return dq, dk, dv, dmixing
 
 
 @torch.library.custom_op("mhla_diffusion::mhla_backward", mutates_args=())
 @_on_its_device
+@replayed
 def mhla_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, state: Tensor,
     query_table: Tensor | None, key_table: Tensor | None,
@@ -168,6 +175,7 @@ mhla_forward.register_autograd(_backward, setup_context=_setup_context)
 
 @torch.library.custom_op("mhla_diffusion::mhla_dual", mutates_args=())
 @_on_its_device
+@replayed
 def mhla_dual(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, query_table: Tensor | None, key_table: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
@@ -199,6 +207,7 @@ def _(
 
 @torch.library.custom_op("mhla_diffusion::mhla_dual_backward", mutates_args=())
 @_on_its_device
+@replayed
 def mhla_dual_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, den: Tensor,
     query_table: Tensor | None, key_table: Tensor | None,

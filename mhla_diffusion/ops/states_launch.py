@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from triton.runtime.errors import OutOfResources
 
-from . import fallback, triton_launch
-from .derived import interleaved_angles
+from . import fallback, replay, triton_launch
 from .eager import epilogue, normalise
 from .mixing_launch import mix, mix_gradient
 from .partition import Partition
@@ -17,10 +16,12 @@ from .triton_configs import Config, Warps, chunk_count, head_group, head_parts
 from .triton_launch import (
     DOT,
     ceil_div,
+    contiguous,
     new_rows,
     start_first_fitting,
     states_configs,
     strides_of,
+    turning_angles,
     unit_stride,
 )
 
@@ -76,7 +77,7 @@ def _rope(rope, x: torch.Tensor) -> tuple[torch.Tensor, int]:
     """(what the kernels read, ROPE) of a rotation: angles in a table, or frequencies of three axes."""
     if rope is None:
         return x, 0  # never read
-    return (interleaved_angles(rope, x), 1) if rope[1] is not None else (rope[0], 2)
+    return (turning_angles(rope, x.dtype), 1) if rope[1] is not None else (rope[0], 2)
 
 
 def _norm(norm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, int]:
@@ -85,15 +86,15 @@ def _norm(norm, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, int
         return x, x, 0.0, 0
     weight, eps = norm
     if weight.ndim == 1:
-        return x, weight.contiguous(), eps, 2
+        return x, contiguous(weight), eps, 2
     batch, tokens, heads, dim = x.shape
-    rows = x if x.stride(2) == dim else x.contiguous()
-    rstd = torch.empty(batch, tokens, dtype=torch.float32, device=x.device)
+    rows = x if x.stride(2) == dim else contiguous(x)
+    rstd = replay.empty((batch, tokens), torch.float32, x.device)
     triton_launch.launch(
         rstd_kernel, (ceil_div(tokens, 4), batch), Warps(4),
         rows, rstd, rows.stride(0), rows.stride(1), tokens, eps, WIDTH=heads * dim, BN=4, BW=512,
     )  # fmt: skip
-    return rstd, weight.contiguous(), eps, 1
+    return rstd, contiguous(weight), eps, 1
 
 
 def summarise(
@@ -117,7 +118,7 @@ def summarise(
     value_dim = y.shape[-1]
     size = dim * value_dim + (dim if mass else 0)
     blocks = _Blocks(part, x, y.stride(1), whole_state=size * state_dtype.itemsize)
-    state = torch.empty(batch, heads, blocks.rows, size, dtype=state_dtype, device=x.device)
+    state = replay.empty((batch, heads, blocks.rows, size), state_dtype, x.device)
     scale, weight = (x, x) if rows is None else rows
     rstd, norm_weight, norm_eps, kind = _norm(norm, x)
     angles, turned = _rope(rope, x)
@@ -180,7 +181,7 @@ def read_out(
     row_bytes = state.shape[-1] * state.element_size()
     blocks = _Blocks(part, x, heads * value_dim, gate.stride(1), local.stride(1), whole_state=row_bytes)
     rstd, norm_weight, norm_eps, kind = _norm(norm, x)
-    out_weight = x if after.norm_weight is None else after.norm_weight.contiguous()
+    out_weight = x if after.norm_weight is None else contiguous(after.norm_weight)
     angles, turned = _rope(rope, x)
     strides, step = strides_of(x, gate, local)
 
@@ -239,8 +240,8 @@ def _pull_back(
         if fused and keys:
             own = results[1] = new_rows(part, (batch, tokens, heads, value_dim), y.dtype, x.device)
         elif fused:
-            own = results[1] = torch.empty(
-                batch, heads, blocks.rows, state.shape[-1], dtype=state_dtype, device=x.device
+            own = results[1] = replay.empty(
+                (batch, heads, blocks.rows, state.shape[-1]), state_dtype, x.device
             )
         elif mass and not keys:
             results[2] = tuple(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 __all__ = [
     "Config", "DualConfig", "MixConfig", "MixGradientConfig", "Warps", "chunk_count", "dual_configs", "head_group",
-    "head_parts", "launch_configs", "mix_configs", "overridden", "override", "padded",
+    "head_parts", "launch_configs", "mix_configs", "overridden", "override", "overriding", "padded",
 ]  # fmt: skip
 
 
@@ -116,7 +116,7 @@ _OVERRIDES: dict[str, object] = {}
 @contextlib.contextmanager
 def override(**choices):
     """Within the block, kernels (by name) start with these configurations, and `head_group`, `chunk_count`, `angles`
-    (the kept rotation's dtype) or `pdl` take these values: for tuning and for tests."""
+    (the kept rotation's dtype) or `pdl` take these values: for tuning and for tests. Nothing is replayed in it."""
     before = dict(_OVERRIDES)
     _OVERRIDES.update(choices)
     try:
@@ -124,6 +124,10 @@ def override(**choices):
     finally:
         _OVERRIDES.clear()
         _OVERRIDES.update(before)
+
+
+def overriding() -> bool:
+    return bool(_OVERRIDES)
 
 
 def overridden(name: str, default):

@@ -12,6 +12,8 @@ import triton
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
+from . import replay
+from .derived import interleaved_angles
 from .machine_code import LostDescriptor, check_when_loaded
 from .partition import Partition
 from .triton_configs import Config, head_parts, launch_configs, overridden
@@ -19,12 +21,14 @@ from .triton_configs import Config, head_parts, launch_configs, overridden
 __all__ = [
     "DOT",
     "ceil_div",
+    "contiguous",
     "dot_bits",
     "launch",
     "new_rows",
     "start_first_fitting",
     "states_configs",
     "strides_of",
+    "turning_angles",
 ]
 
 DOT = {torch.float32: "ieee", torch.float16: "tf32", torch.bfloat16: "bf16"}
@@ -45,7 +49,15 @@ def launch(kernel, grid: tuple[int, ...], config, *args, **constants) -> None:
             overlap = {"launch_pdl": True}
     if "PDL" in kernel.arg_names:
         constants["PDL"] = bool(overlap)
-    kernel[grid](*args, **config._asdict(), **overlap, **constants)
+    options = config._asdict() | constants
+    compiled = kernel[grid](*args, **options, **overlap)
+    if not replay.recording():
+        return
+    if compiled is None:  # Triton's interpreter
+        replay.started(lambda *again: kernel[grid](*again, **options), args)
+    else:  # a compiled kernel takes the constants, too, and three sizes of a grid
+        constants = [options[name] for name in kernel.arg_names[len(args) :]]
+        replay.started(compiled[(*grid, 1, 1)[:3]], (*args, *constants))
 
 
 @functools.cache
@@ -114,6 +126,7 @@ def start_first_fitting(
             if not _configuration_fails(caught):
                 raise
             error = caught
+            replay.spoil()
             continue
         if error is not None:
             if not isinstance(
@@ -124,11 +137,16 @@ def start_first_fitting(
         return True
     _warn_once(x, value_dim, "plain torch", error)
     _step[key] = len(configs)
+    replay.spoil()
     return False
 
 
+def contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x if x.is_contiguous() else replay.computed(torch.Tensor.contiguous, x)
+
+
 def unit_stride(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 else contiguous(x)
 
 
 def ceil_div(length: int, tile: int) -> int:
@@ -146,10 +164,12 @@ def strides_of(*tensors: torch.Tensor) -> tuple[tuple[int, ...], int]:
     return tuple([stride // step for stride in strides]), step
 
 
+def turning_angles(rope: tuple[torch.Tensor, torch.Tensor], inputs: torch.dtype) -> torch.Tensor:
+    return replay.computed(lambda cos, sin: interleaved_angles((cos, sin), inputs), *rope)
+
+
 def new_rows(
     part: Partition, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """A buffer with one row per token; a table that was never checked may leave tokens out, these read as zero."""
-    if part.trusted:
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.zeros(shape, dtype=dtype, device=device)
+    return replay.empty(shape, dtype, device, zero=not part.trusted)

@@ -153,17 +153,17 @@ def test_the_rotation_is_brought_into_shape_once(monkeypatch):
     monkeypatch.setattr(derived, "_KEPT", type(derived._KEPT)())
     angles = torch.randn(5, 4)
     rope, x = (angles.cos(), angles.sin()), torch.ones(1)
-    first = interleaved_angles(rope, x)
+    first = interleaved_angles(rope, x.dtype)
     assert torch.equal(first[:, 0::2], rope[0]) and torch.equal(first[:, 1::2], rope[1])
-    assert interleaved_angles(rope, x) is first
-    assert interleaved_angles(rope, x.bfloat16()).dtype == torch.float16
+    assert interleaved_angles(rope, x.dtype) is first
+    assert interleaved_angles(rope, torch.bfloat16).dtype == torch.float16
     rope[1].zero_()  # written to: made again
-    assert (interleaved_angles(rope, x)[:, 1::2] == 0).all()
+    assert (interleaved_angles(rope, x.dtype)[:, 1::2] == 0).all()
     rope[0].zero_()
-    assert (interleaved_angles(rope, x) == 0).all()
+    assert (interleaved_angles(rope, x.dtype) == 0).all()
     with torch.inference_mode():
         fresh = (rope[0] + 1, rope[1] + 1)
-        assert interleaved_angles(fresh, x) is not interleaved_angles(fresh, x)
+        assert interleaved_angles(fresh, x.dtype) is not interleaved_angles(fresh, x.dtype)
 
 
 # Float32's own configurations cut the value channels into tiles instead.

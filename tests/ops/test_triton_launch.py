@@ -9,13 +9,15 @@ from triton.runtime.errors import OutOfResources
 
 from mhla_diffusion.ops import triton_launch
 from mhla_diffusion.ops.machine_code import LostDescriptor
-from mhla_diffusion.ops.triton_configs import launch_configs, smaller
+from mhla_diffusion.ops.triton_configs import launch_configs, override, smaller
 
 
 @pytest.fixture(autouse=True)
 def no_memory_of_earlier_launches(monkeypatch):
     monkeypatch.setattr(triton_launch, "_step", {})
     monkeypatch.setattr(triton_launch, "_warned", set())
+    with override(replay=False):
+        yield
 
 
 @pytest.fixture

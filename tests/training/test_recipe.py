@@ -39,7 +39,10 @@ def test_defaults_and_overrides(written):
         ("[optimizer]\nwarmup = 2.5", "optimizer.warmup = 2.5 is not an integer, for example "),
         ("[optimizer]\nwarmup = true", "optimizer.warmup = True is not an integer"),
         ("[optimizer]\nbetas = [0.9, 'x']", "optimizer.betas[1] = 'x' is not a number"),
-        ("[optimizer]\nbetas = 0.9", "optimizer.betas = 0.9 is not a list of numbers, for example [0.9, 0.99]"),
+        (
+            "[optimizer]\nbetas = 0.9",
+            "optimizer.betas = 0.9 is not a list of numbers, for example [0.9, 0.99]",
+        ),
         ("[optimizer]\nschedule = 'linear'", "is not one of 'constant', 'cosine'"),
         ("[ema]\ndecay = 1.0", "ema.decay = 1.0; allowed: 0 to below 1"),
         ("[checkpoint]\nkeep = 0", "checkpoint.keep = 0; allowed: 1 or more"),
