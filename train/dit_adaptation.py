@@ -5,9 +5,9 @@
     mhla train train/recipes/dit-emoji.toml --set run.steps=2400
     python train/dit_adaptation.py
 
-Reads the runs' folders and writes eval/results/dit_emoji_adaptation.json and .png. Several adaptations can be
-compared: --adapted runs/a runs/b. The models are also compared on drawings that none of them has seen, with fixed noise
-and times. Needs the `eval` extra (matplotlib).
+Reads the runs' folders and writes eval/results/dit_emoji_adaptation.json and .png. Several adaptations can be compared,
+such as those that the head of train/recipes/dit-emoji-mhla.toml lists: --adapted runs/a runs/b. The models are also
+compared on drawings that none of them has seen, with fixed noise and times. Needs the `eval` extra (matplotlib).
 """
 
 import argparse
@@ -137,8 +137,10 @@ def name_of(run: dict) -> str:
     options = model["convert"]
     parts = ["MHLA"]
     parts += ["gate"] * bool(options["gate"]) + ["local convolution"] * bool(options["local_conv"])
-    some = "" if options["layers"] is None else f", layers {', '.join(map(str, options['layers']))}"
-    return f"{' + '.join(parts)}, trained: {model['train']}{some}"
+    layers = options["layers"]
+    listed = layers if layers is None or isinstance(layers, str) else ", ".join(map(str, layers))
+    some = "" if listed in (None, "all") else f", layers {listed}"
+    return f"{' + '.join(parts)}{some}, trained: {model['train']}"
 
 
 def curve(run: dict) -> dict:
@@ -197,16 +199,13 @@ def last_grid(run: dict) -> Path | None:
 
 
 def draw(original: dict, adapted: list[dict], out: Path) -> None:
-    grids = [
-        (name, path)
-        for name, run in (("softmax", original), ("MHLA", adapted[0]))
-        if (path := last_grid(run))
-    ]
-    figure, places = pyplot.subplots(
-        1, 1 + len(grids), figsize=(8 + 2.7 * len(grids), 4.4), dpi=110, squeeze=False,
-        width_ratios=[3] + [1] * len(grids),
-    )  # fmt: skip
-    axes = places[0][0]
+    runs = [("softmax", original), *((name_of(run).partition(", trained")[0], run) for run in adapted)]
+    grids = [(name, path) for name, run in runs if (path := last_grid(run))]
+    rows = 1 if len(grids) <= 2 else 2
+    columns = -(-len(grids) // rows)
+    figure = pyplot.figure(figsize=(8 + 2.7 * columns, 4.4 if rows == 1 else 5.6), dpi=110)
+    layout = figure.add_gridspec(rows, 1 + columns, width_ratios=[3] + [1] * columns)
+    axes = figure.add_subplot(layout[:, 0])
     axes.plot(
         original["steps"], original["losses"], color=SOFTMAX, linewidth=1.2, label="softmax (the original)"
     )
@@ -228,7 +227,8 @@ def draw(original: dict, adapted: list[dict], out: Path) -> None:
     axes.legend(frameon=False, fontsize=9)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    for place, (name, path) in zip(places[0][1:], grids, strict=True):
+    for number, (name, path) in enumerate(grids):
+        place = figure.add_subplot(layout[number // columns, 1 + number % columns])
         with Image.open(path) as picture:
             place.imshow(picture.convert("RGB"))
         place.set_title(f"{name}, step {int(path.stem.partition('-')[2])}", fontsize=8)
@@ -237,6 +237,9 @@ def draw(original: dict, adapted: list[dict], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
     pyplot.close(figure)
+    with Image.open(out) as picture:  # a palette is a quarter of the size
+        small = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    small.save(out, optimize=True)
 
 
 def main() -> int:

@@ -82,6 +82,15 @@ def test_curves_and_numbers_of_both(program, runs, tmp_path, monkeypatch, capsys
     assert "MHLA, trained: mixing: loss" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("layers", "said"), [(None, ""), ("all", ""), ("2/3", ", layers 2/3"), ([0, 2], ", layers 0, 2")]
+)
+def test_a_run_is_named_by_what_its_recipe_says(program, layers, said):
+    model = {"convert": {"gate": True, "local_conv": 3, "layers": layers}, "train": "all"}
+    wanted = f"MHLA + gate + local convolution{said}, trained: all"
+    assert program.name_of({"recipe": {"model": model}}) == wanted
+
+
 def test_runs_that_cannot_be_compared_are_told(program, runs, tmp_path, monkeypatch, capsys):
     out = ["--out", tmp_path / "x"]
     assert call(program, monkeypatch, "--original", tmp_path, *out) == 2
@@ -94,10 +103,6 @@ def test_runs_that_cannot_be_compared_are_told(program, runs, tmp_path, monkeypa
         ValueError, match="ends at step 4: let it go on with mhla train ... --set run.steps=8"
     ):
         program.check_pair(short, program.read_run(runs / "all"))
-    fields = {"gate": True, "local_conv": 3, "layers": [0, 2]}
-    model = {"convert": fields, "train": "all"}
-    name = "MHLA + gate + local convolution, trained: all, layers 0, 2"
-    assert program.name_of({"recipe": {"model": model}}) == name
     other = program.read_run(runs / "all")
     other["recipe"]["run"]["seed"] = 7
     with pytest.raises(ValueError, match="run.seed is 7 in .* would not show the same batches"):
