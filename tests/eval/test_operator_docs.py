@@ -71,3 +71,37 @@ def test_the_readme_says_what_the_files_say():
     ]
     assert next(tokens for tokens, _, softmax in faster if softmax) == 2048
     assert next(tokens for tokens, all_peers, _ in faster if all(all_peers)) == 8192
+
+
+def test_the_guides_text_says_what_the_files_say(program):
+    text = program.PAGE.read_text(encoding="utf-8")
+    result = json.loads((RESULTS / "op_h200.json").read_text())
+    ours = {row["name"]: row for row in result["rows"] if row["direction"] == "forward"}
+    alone = {(row["name"], row["step"]): row["ms"] for row in result["kernels"]}
+    wan, paper, gate, sana = (
+        ours[name]
+        for name in (
+            "wan 480x800x81",
+            "wan 480x800x81, paper",
+            "wan 480x800x81, norms and gate",
+            "sana 4K",
+        )
+    )
+    assert f"- **Wan**, {wan['ours_ms']:.3f} for 0.20 and {wan['ratio_vs_cudnn']:.1f}x for 50x" in text
+    assert f"{paper['ours_ms']:.3f} for 0.24" in text and f"{gate['ours_ms']:.3f} for 0.28" in text
+    assert f"- **SANA 4K**, {sana['ours_ms']:.3f} for 0.12" in text
+    steps = [alone[row["name"], step] for row in (paper, wan) for step in ("summarise", "read_out")]
+    assert (
+        "Summaries take {:.3f} and the read-out {:.3f}, plain ones {:.3f} and {:.3f}".format(*steps) in text
+    )
+    steps = [alone[gate["name"], step] for step in ("read_out", "summarise")]
+    assert "read-out takes {:.3f} and the summaries {:.3f}".format(*steps) in text
+    counted = json.loads((RESULTS / "op_counters_h200.json").read_text())["kernels"]
+    wan_steps = [row for row in counted if row["name"] == wan["name"] and row["step"] in program.STEPS]
+    moved = sum(row["dram_bytes"] for row in wan_steps)
+    assert f"move {moved / 1e6:.0f} MB where the floor counts {wan['bytes_mb']:.0f}" in text
+    tests = json.loads((RESULTS / "gpu_tests_h200.json").read_text())
+    operator = sum(count for file, count in tests["files"].items() if file.startswith("tests/ops/"))
+    assert f"{tests['passed']} passed, of which {operator} are of the operator" in text
+    checked = (RESULTS / "memcheck_h200.txt").read_text()
+    assert "clean on the H200, 14 of 14 calls" in text and "memcheck: clean, 14 of 14 calls ran" in checked
