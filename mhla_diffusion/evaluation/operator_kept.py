@@ -34,7 +34,7 @@ def kept_of(out: Path, start: dict, parts: dict[str, Sequence[Case]], again: boo
         raise ValueError(
             f"{out} holds measurements with another {' and '.join(differing)}: give another file with --out"
         )
-    kept = {name: found[name] for name in ROOFS}
+    kept = {name: found[name] for name in ROOFS} | {"begun": found.get("begun", found["date"])}
     for part, cases in parts.items():
         wanted = {case.name: shape_of(case) for case in cases}
         kept[part] = [row for row in found.get(part, []) if stays(row, wanted, again)]

@@ -161,6 +161,7 @@ def test_a_later_run_measures_what_is_missing_and_nothing_else(out):
     ]
     for part in ("forms", "kernels", "copy_bandwidth_gb_per_s", "product_tflop_per_s"):
         assert second[part] == plain[part]
+    assert second["begun"] == first["date"] and "begun" not in first
     third = try_out([TINY_FUSED], [], out, again=True)
     assert third["rows"][:2] == plain["rows"] and third["forms"] == plain["forms"]
     assert third["rows"][2]["ours_ms"] != second["rows"][2]["ours_ms"]
