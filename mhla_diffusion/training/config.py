@@ -232,7 +232,11 @@ class EMAConfig:
     """[ema]: averaged weights, which samples and exports use."""
 
     decay: float = setting(0.999, "decay at full length; 0: the average is the weights themselves")
-    warmup: float = setting(10.0, "decay at step n is min(decay, (1 + n) / (warmup + n)); 0: no warm-up")
+    warmup: float = setting(
+        10.0,
+        "decay at step n is min(decay, (1 + n) / (warmup + n)), counted from the run's first step, or from 0 with "
+        "init_from; 0: no warm-up",
+    )
 
 
 @dataclass

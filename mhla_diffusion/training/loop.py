@@ -150,7 +150,8 @@ class Training(Session):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         clip_mixings(self.mixings)
-        self.ema.update(step)
+        # Averages that no earlier run handed on begin with this run, and so does their warm-up.
+        self.ema.update(step if recipe.run.init_from else step - self.first_step)
 
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
         self.bad_step = torch.where(bad & (self.bad_step < 0), float(step + 1), self.bad_step)

@@ -11,6 +11,7 @@ import mhla_diffusion
 from mhla_diffusion import MHLADiTPipeline, convert
 from mhla_diffusion.models.adapters import load_adapter
 from mhla_diffusion.training import run
+from mhla_diffusion.training.checkpoint import find_checkpoint, read_checkpoint
 from mhla_diffusion.training.components import build_components
 from mhla_diffusion.training.loop import Training
 from mhla_diffusion.training.recipe import load_recipe
@@ -96,6 +97,16 @@ def test_a_softmax_dit_of_this_trainer_is_adapted_by_a_second_run(class_recipe, 
         build_components(
             load_recipe(adapt(), [f"model.base={adapted.pipeline}", "model.convert.block_grid=[1, 2]"])
         )
+
+
+def test_averages_warm_up_from_the_first_step_of_an_adaptation(adapt, stock):
+    settings = [f"model.base={stock}", "model.new_classes=true", "run.first_step=600", "run.steps=601"]
+    before = Training(load_recipe(adapt(), settings), None).ema.average
+    out = run(adapt(), settings).out
+    tensors, _ = read_checkpoint(find_checkpoint(out / "checkpoints", "auto"))
+    decay = 1 / 10  # not 601 / 610: nothing of the weights before conversion is to stay
+    for name, weight in tensors["weights"].items():
+        torch.testing.assert_close(tensors["ema"][name], decay * before[name] + (1 - decay) * weight)
 
 
 def test_new_classes_get_new_embeddings_and_the_null_class_stays(adapt, stock):
