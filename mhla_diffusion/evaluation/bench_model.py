@@ -89,7 +89,7 @@ def run(
         minutes: no row begins after this time.
         device: "auto", "cuda", "cuda:N", or "cpu", which tries the program on tiny models.
         compile_mode: `mode` of `torch.compile`.
-        fuse_qkv: call `fuse_qkv_projections()` on ours before a forward pass.
+        fuse_qkv: call `fuse_qkv_projections()` on ours before a forward pass, and `share_embedders()` on a DiT.
         profile: in place of times, say where an eager forward pass spends its time (see `profile_step`).
         seconds: how long a variant is measured.
 

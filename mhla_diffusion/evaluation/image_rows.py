@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from .timing import host_milliseconds
 
 __all__ = ["CASES", "Case", "floor_of"]
 
+FUSED = "fuse_qkv_projections(), for DiT share_embedders() as well,"
 VARIANTS = ("stock", "ours", "floor")
 PROFILED = ("stock", "ours")
 CAPTION_TOKENS = 300
@@ -83,6 +85,10 @@ def stock_model(case: Case, device: torch.device, tiny: bool) -> torch.nn.Module
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 0.02)
+    if case.family == "dit":  # released weights hold one embedder, copied into every layer
+        first, *others = (layer.norm1.emb for layer in model.transformer_blocks)
+        for embedder in others:
+            embedder.load_state_dict(first.state_dict())
     return model
 
 
@@ -122,12 +128,22 @@ def floor_of(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def share_embedders(ours: torch.nn.Module) -> None:
+    """As the method of this name, but for the stock model, which stands on the same modules: it keeps its copies."""
+    for layer in ours.transformer_blocks:
+        layer.norm1 = copy.copy(layer.norm1)
+        layer.norm1._modules = dict(layer.norm1._modules)
+    ours.share_embedders()
+
+
 def variant_of(stock: torch.nn.Module, variant: str, case: Case, fuse_qkv: bool) -> torch.nn.Module:
     if variant == "stock":
         return stock
     ours = convert(stock, block_grid=case.block_grid)
     if fuse_qkv and case.direction == "forward":  # training would not reach the fused copies
         ours.fuse_qkv_projections()
+        if case.family == "dit":
+            share_embedders(ours)
     return floor_of(ours) if variant == "floor" else ours
 
 
@@ -228,7 +244,7 @@ def settings_of(how: How) -> dict:
         "dtype": str(how.dtype).removeprefix("torch."),
         "training": "AdamW, float32 weights, autocast to dtype, no gradient checkpointing",
         "compile": f"whole model, mode {how.compile_mode}",
-        "ours": "fuse_qkv_projections() in forward passes" if how.fuse_qkv else "as converted",
+        "ours": f"{FUSED} in forward passes" if how.fuse_qkv else "as converted",
         "block_grids": {f"{case.title} {case.size}": list(case.block_grid) for case in CASES},
         "time": "median of rounds in which the variants of a row take turns, where in_turns says so",
         "host_ms": "time until a step is issued, without waiting for the device",

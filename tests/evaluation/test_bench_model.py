@@ -57,6 +57,20 @@ def test_ours_can_run_with_fused_projections(tmp_path):
 
 
 @torch.no_grad()
+def test_a_dit_of_ours_shares_its_embedders_and_stock_keeps_its_copies():
+    (case,) = chosen(["dit-XL/2-256/forward/eager"])
+    stock = image_rows.stock_model(case, CPU, tiny=True)
+    inputs = image_rows.model_inputs(case._replace(batch=2), stock.config, CPU, torch.float32)
+    plain, shared = (image_rows.variant_of(stock, "ours", case, fused) for fused in (False, True))
+
+    def embedders(model) -> int:
+        return len({id(layer.norm1.emb) for layer in model.transformer_blocks})
+
+    assert embedders(shared) == 1 and embedders(stock) == embedders(plain) == 2
+    torch.testing.assert_close(shared.eval()(**inputs).sample, plain.eval()(**inputs).sample)
+
+
+@torch.no_grad()
 def test_the_floor_has_every_projection_and_no_mixing():
     stock = stock_transformer()
     floor = floor_of(convert(stock))
