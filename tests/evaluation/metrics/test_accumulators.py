@@ -90,23 +90,23 @@ def test_the_metric_is_the_function_in_float64(extractor):
     torch.testing.assert_close(metric.compute(), expected, rtol=1e-12, atol=0)
 
 
-def test_torchmetrics_own_metric_agrees_in_float64():
+def test_torchmetrics_own_metric_agrees_in_float64(extractor):
     from torchmetrics.image.fid import FrechetInceptionDistance
 
-    class Means(torch.nn.Module):
-        num_features = 12
+    class RandomWeights(torch.nn.Module):
+        num_features = 16
 
         def forward(self, x):
-            return torch.nn.functional.adaptive_avg_pool2d(x.double() / 255, 2).flatten(1)
+            return extractor(x)["pool"].double()  # its result has the features' dtype
 
     real, fake = pictures(60, 5), pictures(70, 6, 30)
-    theirs = FrechetInceptionDistance(feature=Means(), normalize=False, input_img_size=(3, 20, 24))
+    theirs = FrechetInceptionDistance(feature=RandomWeights(), input_img_size=(3, 20, 24))
     theirs.set_dtype(torch.float64)
-    ours = FrechetDistance(width=12)
+    ours = FrechetDistance(extractor)
     for side, is_real in ((real, True), (fake, False)):
         for part in side.split(16):
             theirs.update(part, real=is_real)
-            ours.update(Means()(part), real=is_real)
+            ours.update(part, real=is_real)
     torch.testing.assert_close(ours.compute(), theirs.compute().double(), rtol=1e-10, atol=0)
 
 

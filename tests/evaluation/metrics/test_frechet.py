@@ -13,6 +13,7 @@ from mhla_diffusion.evaluation.metrics.frechet import (
     unclamped_distance,
 )
 from mhla_diffusion.evaluation.metrics.moments import Moments, merge, moments_of, moments_of_state, state_of
+from mhla_diffusion.evaluation.networks.extractors import random_network
 
 
 def features(count: int, width: int, seed: int) -> torch.Tensor:
@@ -47,13 +48,24 @@ def test_identical_shifted_and_scaled_sets(sets):
     assert scaled.item() == pytest.approx((4 * own.covariance.trace()).item(), rel=1e-10)
 
 
-def test_other_codes_agree(sets):
+@pytest.fixture(scope="module")
+def sets_of_pictures():
+    """Features of pictures by a network of random weights."""
+    draw = torch.Generator().manual_seed(7)
+    pictures = torch.randint(0, 256, (560, 3, 32, 32), generator=draw, dtype=torch.uint8)
+    network = random_network(48, device="cpu")
+    return network(pictures[:300])["pool"].double(), network(pictures[300:] // 2)["pool"].double()
+
+
+@pytest.mark.parametrize("name", ["sets", "sets_of_pictures"])
+def test_other_codes_agree(name, request):
     import scipy.linalg
     from cleanfid.fid import frechet_distance as clean_fid
     from pytorch_fid.fid_score import calculate_frechet_distance as pytorch_fid
     from torch_fidelity.metric_fid import fid_statistics_to_metric
     from torchmetrics.image.fid import _compute_fid
 
+    sets = request.getfixturevalue(name)
     x, y = sets
     ours = frechet_distance(moments_of(x), moments_of(y)).item()
     (m1, s1), (m2, s2) = ((side.mean(0).numpy(), np.cov(side.numpy(), rowvar=False)) for side in sets)
