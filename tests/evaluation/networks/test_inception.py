@@ -49,7 +49,9 @@ def test_pytorch_fid_computes_the_same_from_the_same_file(random_file, monkeypat
     """Resize, scaling and network: what SANA's FID is made of."""
     from pytorch_fid import inception as pytorch_fid
 
-    monkeypatch.setattr(pytorch_fid, "load_state_dict_from_url", lambda *args, **kwargs: torch.load(random_file))
+    monkeypatch.setattr(
+        pytorch_fid, "load_state_dict_from_url", lambda *args, **kwargs: torch.load(random_file)
+    )
     pictures = torch.randint(0, 256, (2, 3, 80, 96), dtype=torch.uint8)
     with torch.no_grad():
         expected = pytorch_fid.InceptionV3([0, 1, 2, 3]).eval()(pictures / 255)
@@ -70,7 +72,7 @@ def test_taps_have_their_widths_in_the_order_of_the_tensorflow_graph(random_file
         assert network(x, ("64",)).keys() == {"64"}  # and stops there
     assert {tap: value.shape[1] for tap, value in found.items()} == TAPS
     spatial = found["spatial"].reshape(17, 17, 7)
-    torch.testing.assert_close(spatial[3, 5], seen["six"][0, :7, 3, 5])
+    assert torch.equal(spatial[3, 5], seen["six"][0, :7, 3, 5]) and spatial.abs().max() > 0
     assert about["role"] == "inception-classifier" and len(about["sha256"]) == 64
 
 
