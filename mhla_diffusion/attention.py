@@ -211,7 +211,8 @@ class GridSelfAttention(Attention):
         if self.norm_k is not None:
             key = self.norm_k(key)
         # Under autocast the norms return float32; the core wants one dtype.
-        return tuple(x.to(value.dtype).unflatten(-1, (self.heads, -1)) for x in (query, key, value))
+        heads = (*value.shape[:-1], self.heads, -1)
+        return query.to(value.dtype).view(heads), key.to(value.dtype).view(heads), value.view(heads)
 
     def gate_before_activation(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """`to_gate(x)`, `(B, N, H, D)`; None without a gate."""
@@ -231,7 +232,9 @@ class GridSelfAttention(Attention):
 
     def project_out(self, output: torch.Tensor) -> torch.Tensor:
         """Output projection and dropout: `(B, N, H, D)` -> `(B, N, C)`."""
-        hidden_states = self.to_out[1](self.to_out[0](output.flatten(2)))
+        hidden_states = output.flatten(2)
+        for step in self.to_out:
+            hidden_states = step(hidden_states)
         if hidden_states.dtype == torch.float16:  # an overflow here would be an infinity in every later layer
             hidden_states = hidden_states.clamp(-65504, 65504)
         return hidden_states

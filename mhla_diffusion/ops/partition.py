@@ -67,8 +67,24 @@ def grid_partition(
     grid: Sequence[int], block_grid: Sequence[int], num_tokens: int, device: torch.device | None
 ) -> Partition:
     """Blocks of a whole token grid. Raises ValueError when the grid does not hold `num_tokens` tokens."""
+    grid, block_grid = tuple(grid), tuple(block_grid)
+    if torch.compiler.is_compiling():  # sizes may be symbolic there
+        return _grid_partition(grid, block_grid, num_tokens, device)
+    try:
+        return _cached_grid_partition(len(grid), num_tokens, device, *grid, *block_grid)
+    except TypeError:  # symbolic sizes of other tracers, or what is no number at all
+        return _grid_partition(grid, block_grid, num_tokens, device)
+
+
+@functools.lru_cache(maxsize=256, typed=True)  # typed: True is not 1, and is refused
+def _cached_grid_partition(axes: int, num_tokens: int, device: torch.device | None, *sizes) -> Partition:
+    return _grid_partition(sizes[:axes], sizes[axes:], num_tokens, device)
+
+
+def _grid_partition(
+    grid: tuple, block_grid: tuple, num_tokens: int, device: torch.device | None
+) -> Partition:
     blocks = effective_block_grid(grid, block_grid)
-    grid = tuple(grid)
     if math.prod(grid) != num_tokens:
         raise ValueError(
             f"grid {grid} holds {math.prod(grid)} tokens but q has {num_tokens}: give the token grid of this call"

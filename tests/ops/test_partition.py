@@ -1,0 +1,33 @@
+"""Partitions of token grids are made once for each grid, and what is refused stays refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from mhla_diffusion.ops.partition import grid_partition
+
+CPU = torch.device("cpu")
+
+
+def test_a_grid_met_again_is_not_cut_again():
+    first = grid_partition((4, 6), (2, 3), 24, CPU)
+    assert grid_partition([4, 6], [2, 3], 24, CPU) is first
+    assert grid_partition((6, 4), (2, 3), 24, CPU) is not first
+    assert grid_partition((4, 6), (2, 2), 24, CPU).num_blocks == 4
+    assert grid_partition((24,), (4,), 24, CPU).layout == (1, 1, 24, 1, 1, 4)
+
+
+def test_numbers_that_equal_others_are_not_taken_for_them():
+    assert grid_partition((1, 8), (1, 2), 8, CPU).num_blocks == 2
+    with pytest.raises(ValueError, match="positive integer"):
+        grid_partition((True, 8), (1, 2), 8, CPU)
+    grid_partition((np.int64(3), np.int64(5)), (1, 5), 15, CPU)
+    assert all(type(size) is int for size in grid_partition((3, 5), (1, 5), 15, CPU).layout)
+
+
+def test_a_fault_is_told_each_time():
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"grid \(4, 6\) holds 24 tokens but q has 25"):
+            grid_partition((4, 6), (2, 3), 25, CPU)
+    with pytest.raises(ValueError, match="positive integer"):
+        grid_partition((4.0, 6), (2, 3), 24, CPU)
