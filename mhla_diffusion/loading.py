@@ -24,6 +24,7 @@ OUR_MODELS = {
     "MHLASanaVideoTransformer3DModel": "mhla_diffusion.models.sana_video",
     "MHLAWanTransformer3DModel": "mhla_diffusion.models.wan",
 }
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin")
 
 
 def load_pipeline(name: str | os.PathLike = DEFAULT_PIPELINE, *, hub: bool = False, **kwargs):
@@ -118,7 +119,13 @@ def class_named(name, place: Path | str) -> type:
 
 
 def check_layout(folder: Path) -> None:
-    """Raise ValueError when `folder` holds pipelines one level deeper, or a model in its original layout."""
+    """Raise ValueError when `folder` holds pipelines one level deeper, or is a model's file or original folder."""
+    if folder.is_file() and folder.suffix in WEIGHT_SUFFIXES:
+        raise ValueError(
+            f"{folder} is a file of weights, not a pipeline folder: `mhla convert {folder} "
+            f"{folder.with_suffix('')}-mhla --pipeline PIPELINE` makes a pipeline of it (DiT, SANA, Wan and their MHLA "
+            "kinds), where PIPELINE is a Diffusers folder that has the other components"
+        )
     if not folder.is_dir() or (folder / "model_index.json").is_file():
         return
     inside = sorted(path.parent.name for path in folder.glob("*/model_index.json"))

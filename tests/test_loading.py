@@ -101,6 +101,14 @@ def test_an_original_layout_names_the_converter(tmp_path, file):
         MHLASanaPipeline.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "Wan2.1.pth"])
+def test_a_file_of_weights_names_the_converter(tmp_path, file):
+    (tmp_path / file).touch()
+    message = refused(tmp_path / file)
+    assert "a file of weights, not a pipeline folder" in message
+    assert f"mhla convert {tmp_path / file} {tmp_path / file.rpartition('.')[0]}-mhla --pipeline" in message
+
+
 def test_a_file_cut_short_is_named(copy):
     weights = copy / "transformer" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])

@@ -16,6 +16,7 @@ from ..loading import check_layout, check_models
 from ..models.adapters import AdapterMixin, load_adapter
 from ..models.model_card import CardWithImportLine
 from ..models.options import check_choice
+from ..models.wan import AXES
 from ..weights import check_files
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "check_generators",
     "check_multiple",
     "check_number",
+    "check_positions",
     "check_prompts",
     "check_tensor_inputs",
     "check_texts",
@@ -199,6 +201,21 @@ def check_frames(frames: int, factor: int, name: str = "num_frames") -> None:
         raise ValueError(
             f"{name}={frames} is not a multiple of {factor} and one: use {below} or {below + factor}"
         )
+
+
+def check_positions(shape: tuple[int, ...], config) -> None:
+    """Raise ValueError when latents of this shape have more tokens on an axis than a transformer has positions.
+
+    Args:
+        shape: (B, C, frames, h, w).
+        config: of the transformer; its rotary table serves all three axes.
+    """
+    for axis, size, patch in zip(AXES, shape[2:], config.patch_size, strict=True):
+        if size // patch > config.rope_max_seq_len:
+            raise ValueError(
+                f"{size // patch} {axis} of tokens, but the rotary table holds {config.rope_max_seq_len} "
+                "positions on each axis: load the transformer with a larger rope_max_seq_len, or make smaller videos"
+            )
 
 
 def round_size(name: str, size: int, multiple: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from diffusers import DiffusionPipeline, SanaVideoPipeline, WanPipeline
 
 from mhla_diffusion.loading import load_pipeline
-from mhla_diffusion.pipelines.checks import check_frames
+from mhla_diffusion.pipelines.checks import check_frames, check_positions
 from mhla_diffusion.pipelines.finite import FiniteVideoProcessor, SanaVideoWatch
 from mhla_diffusion.pipelines.painter import DTYPES, STOCK_SIZE_MULTIPLE, Painter
 from mhla_diffusion.pipelines.requests import Request, check_size
@@ -61,6 +61,15 @@ class VideoPainter(Painter):
         if request.frames is not None:
             check_frames(request.frames, self.pipe.vae_scale_factor_temporal, "frames")
         self.check_steps(request.steps)
+        check_positions(self.latent_shape(self.values(request)), self.denoiser.config)
+
+    @property
+    def denoiser(self) -> torch.nn.Module:
+        return self.pipe.denoiser
+
+    def latent_shape(self, values: dict[str, Any]) -> tuple[int, ...]:
+        """Of the latents of one video, by its frames, height and width."""
+        return self.pipe.latent_shape(1, values["frames"], values["height"], values["width"])
 
     def call_defaults(self) -> dict[str, Any]:
         config = self.pipe.config
@@ -124,6 +133,15 @@ class SanaVideoPainter(VideoPainter):
         _, rows, columns = self.pipe.transformer.config.patch_size
         factor = self.pipe.vae_scale_factor_spatial
         return tuple(math.lcm(STOCK_SIZE_MULTIPLE, factor * patch) for patch in (rows, columns))
+
+    @property
+    def denoiser(self) -> torch.nn.Module:
+        return self.pipe.transformer
+
+    def latent_shape(self, values: dict[str, Any]) -> tuple[int, ...]:
+        frames = (values["frames"] - 1) // self.pipe.vae_scale_factor_temporal + 1
+        sides = (values[name] // self.pipe.vae_scale_factor_spatial for name in ("height", "width"))
+        return (1, self.denoiser.config.in_channels, frames, *sides)
 
     def call_defaults(self) -> dict[str, Any]:
         parameters = inspect.signature(self.pipe.__call__).parameters

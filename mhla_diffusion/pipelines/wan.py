@@ -9,7 +9,7 @@ from diffusers.pipelines.wan.pipeline_output import WanPipelineOutput
 from transformers import AutoTokenizer, UMT5EncoderModel
 
 from ..models.adapters import AdapterMixin
-from ..models.wan import AXES, MHLAWanTransformer3DModel
+from ..models.wan import MHLAWanTransformer3DModel
 from .checks import (
     OUTPUT_TYPES,
     CheckedLoading,
@@ -17,6 +17,7 @@ from .checks import (
     check_frames,
     check_generators,
     check_number,
+    check_positions,
     check_prompts,
     check_tensor_inputs,
     number_of_prompts,
@@ -196,8 +197,8 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
             )
         videos = number_of_prompts(prompt, prompt_embeds) * num_videos_per_prompt
         check_generators(generator, videos, "video")
-        shape = self._latent_shape(videos, frames, height, width)
-        self._check_positions(shape)
+        shape = self.latent_shape(videos, frames, height, width)
+        check_positions(shape, self.denoiser.config)
         if latents is not None and tuple(latents.shape) != shape:
             raise ValueError(f"latents have shape {tuple(latents.shape)}, this call needs {shape}")
 
@@ -349,7 +350,8 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
                 "need: load it with that transformer, or with another boundary_ratio"
             )
 
-    def _latent_shape(self, videos: int, frames: int, height: int, width: int) -> tuple[int, ...]:
+    def latent_shape(self, videos: int, frames: int, height: int, width: int) -> tuple[int, ...]:
+        """Of the latents `(B, C, frames, h, w)` of videos of this length and of this size in pixels."""
         return (
             videos,
             self.denoiser.config.in_channels,
@@ -357,14 +359,3 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
             height // self.vae_scale_factor_spatial,
             width // self.vae_scale_factor_spatial,
         )
-
-    def _check_positions(self, shape: tuple[int, ...]) -> None:
-        """Raise ValueError when an axis has more tokens than the rotary table has positions."""
-        config = self.denoiser.config
-        for axis, size, patch in zip(AXES, shape[2:], config.patch_size, strict=True):
-            if size // patch > config.rope_max_seq_len:
-                raise ValueError(
-                    f"{size // patch} {axis} of tokens, but the rotary table holds {config.rope_max_seq_len} "
-                    "positions on each axis: load the transformer with a larger rope_max_seq_len, or make smaller "
-                    "videos"
-                )

@@ -75,6 +75,7 @@ def test_the_defaults_are_those_that_the_published_models_are_made_for(tmp_path,
         (["--frames", "80"], "frames=80 is not a multiple of 4 and one: use 77 or 81"),
         (["--height", "540"], "height is 540: it must be a multiple of 32, for example --height 512 or 544"),
         (["--steps", "2000"], "the scheduler has 1000"),
+        (["--width", "1056"], "66 columns of tokens, but the rotary table holds 64 positions on each axis"),
     ],
 )
 def test_mistakes_are_one_line_and_nothing_is_made(folder, tmp_path, monkeypatch, capsys, options, told):

@@ -107,6 +107,8 @@ def test_the_command_makes_other_sizes_and_lengths_and_a_sheet(folder, tmp_path,
         (["--height", "540"], "height is 540: it must be a multiple of 16, for example --height 528 or 544"),
         (["--width", "10"], "width is 10: it must be a multiple of 16, for example --width 16"),
         (["--steps", "2000"], "the scheduler has 1000"),
+        (["--width", "1040"], "65 columns of tokens, but the rotary table holds 64 positions on each axis"),
+        (["--frames", "257"], "65 frames of tokens, but the rotary table holds 64 positions on each axis"),
         (
             ["--offload", "model"],
             "--offload model saves memory of a GPU, and this draws on the cpu: leave it out",
