@@ -21,16 +21,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mhla_diffusion.evaluation.moving.prompted import (
-    LIST,
-    Prompt,
-    ScoredClip,
-    read_prompts,
-    rows,
-    score_clip,
-    summary,
-    table,
-)
+from mhla_diffusion.evaluation.moving.prompted import LIST, Prompt, read_prompts, rows, summary, table
+from mhla_diffusion.evaluation.moving.scores import ScoredClip, score_clip
 from mhla_diffusion.pipelines.painter import choose_device, choose_dtype
 from mhla_diffusion.pipelines.pictures import write_atomically
 from mhla_diffusion.pipelines.requests import Request

@@ -24,7 +24,8 @@ import torch
 from PIL import Image
 
 from mhla_diffusion import load_pipeline
-from mhla_diffusion.evaluation.moving.prompted import read_prompts, score_clip, summary, table
+from mhla_diffusion.evaluation.moving.prompted import read_prompts, summary, table
+from mhla_diffusion.evaluation.moving.scores import score_clip
 from mhla_diffusion.pipelines.videos import as_frames
 from mhla_diffusion.training.components import Components, build_components
 from mhla_diffusion.training.config import VIDEO_KINDS, Recipe, SampleConfig

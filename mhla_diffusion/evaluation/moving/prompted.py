@@ -1,53 +1,28 @@
-"""Prompts of moving emoji with known truth, and the scores of clips drawn for them from several seeds."""
+"""The repository's prompts of moving emoji, with known truth, and what clips drawn for them score, over seeds."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from ..vbench.flicker import flickering
-from .scores import asked_of
-from .tracking import DIRECTIONS, MOTIONS, Motion, track
+from .captions import Asked, asked_of
+from .scores import WAYS, ScoredClip, measured, row_of, shares, standard_error
 
 LIST = Path(__file__).resolve().parents[3] / "eval" / "prompts" / "moving_emoji.jsonl"
 SPLITS = ("heldout", "train")
-WAYS = tuple(motion for motion in MOTIONS if motion not in DIRECTIONS)
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A prompt and what its clip must show. `number`: of the planned clip whose caption it is."""
+class Prompt(Asked):
+    """A prompt of the list. `number`: of the planned clip whose caption it is."""
 
-    prompt: str
-    motion: str
-    background: str
     concept: str
     split: str
     number: int
-
-
-@dataclass(frozen=True)
-class ScoredClip:
-    """A clip of a prompt: what was asked, what was measured, and VBench's score of flickering (1: nothing changes)."""
-
-    prompt: Prompt
-    seed: int
-    found: Motion
-    flickering: float
-
-    @property
-    def motion_right(self) -> bool:
-        return self.found.name == self.prompt.motion
-
-    @property
-    def background_right(self) -> bool:
-        return self.found.background == self.prompt.background
 
 
 def read_prompts(path: Path | None = None) -> dict[str, Prompt]:
@@ -60,7 +35,10 @@ def read_prompts(path: Path | None = None) -> dict[str, Prompt]:
         for line in path.read_text(encoding="utf-8").splitlines():
             if line.strip():
                 entry = Prompt(**json.loads(line))
-                if asked_of(entry.prompt) != (entry.motion, entry.background) or entry.split not in SPLITS:
+                asked = asked_of(entry.prompt)
+                if (asked.motion, asked.background) != (entry.motion, entry.background) or (
+                    entry.split not in SPLITS
+                ):
                     raise ValueError(f"{entry.prompt!r} is not of its motion, background or split")
                 listed[entry.prompt] = entry
     except (TypeError, ValueError) as error:
@@ -68,29 +46,6 @@ def read_prompts(path: Path | None = None) -> dict[str, Prompt]:
     if not listed:
         raise ValueError(f"{path} lists no prompt")
     return listed
-
-
-def score_clip(frames: np.ndarray, prompt: Prompt, seed: int = 0) -> ScoredClip:
-    """A clip `(F, H, W, 3)` uint8 that was made for the prompt. Raises ValueError for another array."""
-    found = track(torch.from_numpy(np.ascontiguousarray(frames)).movedim(-1, 1))
-    return ScoredClip(prompt, seed, found, flickering(frames))
-
-
-def share(values: Sequence[bool]) -> float | None:
-    return float(np.mean(values)) if len(values) else None
-
-
-def shares(clips: Sequence[ScoredClip]) -> dict[str, float | None]:
-    """Of clips: whose motion is right, of those asked to move in a direction, and in each other way; whose background
-    is; both. None where nothing of the kind was asked. And how much they flicker."""
-    found = {"motion": share([clip.motion_right for clip in clips])}
-    for name, motions in {"direction": DIRECTIONS, **{motion: (motion,) for motion in WAYS}}.items():
-        found[name] = share([clip.motion_right for clip in clips if clip.prompt.motion in motions])
-    found["background"] = share([clip.background_right for clip in clips])
-    found["motion_and_background"] = share([clip.motion_right and clip.background_right for clip in clips])
-    found["no_object"] = share([clip.found.name == "nothing" for clip in clips])
-    found["flickering"] = float(np.mean([clip.flickering for clip in clips]))
-    return found
 
 
 def shuffled(clips: Sequence[ScoredClip]) -> list[ScoredClip]:
@@ -103,27 +58,18 @@ def shuffled(clips: Sequence[ScoredClip]) -> list[ScoredClip]:
 
 
 def summary(clips: Sequence[ScoredClip]) -> dict:
-    """Scores of each split: over all seeds, of each seed, and the standard error of `motion` over prompts.
-
-    A prompt counts once in the standard error, with the mean of its seeds: clips of one prompt are no independent
-    samples of what the model knows.
-    """
+    """Scores of each split: over all seeds, of each seed, and the standard error of `motion` over prompts."""
     splits = {}
     for split in SPLITS:
         own = [clip for clip in clips if clip.prompt.split == split]
         if not own:
             continue
         seeds = sorted({clip.seed for clip in own})
-        by_prompt: dict[str, list[bool]] = {}
-        for clip in own:
-            by_prompt.setdefault(clip.prompt.prompt, []).append(clip.motion_right)
-        means = np.array([np.mean(values) for values in by_prompt.values()])
-        error = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
         splits[split] = {
             "clips": len(own),
-            "prompts": len(by_prompt),
+            "prompts": len({clip.prompt.prompt for clip in own}),
             **shares(own),
-            "motion_standard_error": error,
+            "motion_standard_error": standard_error(own),
             "motion_with_shuffled_prompts": shares(shuffled(own))["motion"],
             "seeds": {str(seed): shares([clip for clip in own if clip.seed == seed]) for seed in seeds},
             "measured": measured(own),
@@ -131,34 +77,9 @@ def summary(clips: Sequence[ScoredClip]) -> dict:
     return splits
 
 
-def measured(clips: Sequence[ScoredClip]) -> dict[str, dict[str, int]]:
-    """Asked motion -> measured motion -> how many."""
-    found: dict[str, dict[str, int]] = {}
-    for clip in clips:
-        row = found.setdefault(clip.prompt.motion, {})
-        row[clip.found.name] = row.get(clip.found.name, 0) + 1
-    return {motion: dict(sorted(found[motion].items())) for motion in MOTIONS if motion in found}
-
-
 def rows(clips: Sequence[ScoredClip]) -> list[dict]:
     """Each clip for JSON."""
-    return [
-        {
-            "prompt": clip.prompt.prompt,
-            "split": clip.prompt.split,
-            "seed": clip.seed,
-            "flickering": round(clip.flickering, 5),
-            "measured": {name: rounded(value) for name, value in asdict(clip.found).items()},
-        }
-        for clip in clips
-    ]
-
-
-def rounded(value):
-    """Numbers with four digits behind the point; names as they are."""
-    if isinstance(value, tuple):
-        return [rounded(each) for each in value]
-    return round(value, 4) if isinstance(value, float) else value
+    return [row_of(clip) | {"split": clip.prompt.split} for clip in clips]
 
 
 def table(results: Mapping[str, dict], split: str = "heldout") -> str:

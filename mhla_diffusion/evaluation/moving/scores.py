@@ -1,132 +1,108 @@
-"""Share of videos that move as their captions say, on the background that they name; ready for JSON."""
+"""Clips that move as they are asked to, on the background that is asked for: one clip, and shares of many."""
 
 from __future__ import annotations
 
-import datetime
-import re
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
-from ...provenance import DISTRIBUTIONS, versions
-from ..faults import InsufficientSamples
-from ..vbench.check import decoded
-from .tracking import COLOURS, DIRECTIONS, MOTIONS, Motion, track
+from ..vbench.flicker import flickering
+from .captions import Asked
+from .tracking import DIRECTIONS, MOTIONS, Motion, track
 
-SCHEMA = 1
-PHRASES = {**{f"moving {name}": name for name in DIRECTIONS}, "bouncing": "bounce", "spinning": "spin",
-           "growing": "grow", "shrinking": "shrink"}  # fmt: skip
-_MOTION = re.compile("|".join(sorted(map(re.escape, PHRASES), key=len, reverse=True)))
-_BACKGROUND = re.compile(rf"\bon an? ({'|'.join(sorted(COLOURS, key=len, reverse=True))}) background\b")
+WAYS = tuple(motion for motion in MOTIONS if motion not in DIRECTIONS)
 
 
-def asked_of(caption: str) -> tuple[str, str | None]:
-    """Motion, and background or None, that a caption names. Raises ValueError when it names no motion.
+@dataclass(frozen=True)
+class ScoredClip:
+    """A clip of a prompt: what was asked, what was measured, and VBench's score of flickering (1: nothing changes)."""
 
-    "a flat rocket moving up on a blue background" -> ("up", "blue").
+    prompt: Asked
+    seed: int
+    found: Motion
+    flickering: float
+
+    @property
+    def motion_right(self) -> bool:
+        return self.found.name == self.prompt.motion
+
+    @property
+    def background_right(self) -> bool:
+        """True, too, where no background is asked for."""
+        return self.prompt.background in (None, self.found.background)
+
+
+def score_clip(frames: np.ndarray, prompt: Asked, seed: int = 0) -> ScoredClip:
+    """A clip `(F, H, W, 3)` uint8 that was made for the prompt. Raises ValueError for another array."""
+    found = track(torch.from_numpy(np.ascontiguousarray(frames)).movedim(-1, 1))
+    return ScoredClip(prompt, seed, found, flickering(frames))
+
+
+def share(values: Sequence[bool]) -> float | None:
+    return float(np.mean(values)) if len(values) else None
+
+
+def along(clips: Sequence[ScoredClip]) -> list[ScoredClip]:
+    """Those asked to move in a direction."""
+    return [clip for clip in clips if clip.prompt.motion in DIRECTIONS]
+
+
+def with_background(clips: Sequence[ScoredClip]) -> list[ScoredClip]:
+    """Those that a background was asked for."""
+    return [clip for clip in clips if clip.prompt.background is not None]
+
+
+def shares(clips: Sequence[ScoredClip]) -> dict[str, float | None]:
+    """Of clips: whose motion is right, of those asked to move in a direction, and in each other way; whose background
+    is; both. None where nothing of the kind was asked. And how much they flicker."""
+    found = {"motion": share([clip.motion_right for clip in clips])}
+    found["direction"] = share([clip.motion_right for clip in along(clips)])
+    for motion in WAYS:
+        found[motion] = share([clip.motion_right for clip in clips if clip.prompt.motion == motion])
+    found["background"] = share([clip.background_right for clip in with_background(clips)])
+    found["motion_and_background"] = share([clip.motion_right and clip.background_right for clip in clips])
+    found["no_object"] = share([clip.found.name == "nothing" for clip in clips])
+    found["flickering"] = float(np.mean([clip.flickering for clip in clips]))
+    return found
+
+
+def standard_error(clips: Sequence[ScoredClip], right: str = "motion_right") -> float | None:
+    """Of a share, over prompts; None for a single prompt.
+
+    A prompt counts once, with the mean of its seeds: clips of one prompt are no independent samples of what a model
+    knows.
     """
-    text = caption.lower()
-    background = _BACKGROUND.search(text)
-    found = _MOTION.findall(text[: background.start()] if background else text)
-    if not found:
-        raise ValueError(f"the caption {caption!r} names no motion: {', '.join(PHRASES)}")
-    return PHRASES[found[-1]], background[1] if background else None  # the last: nouns come before
+    by_prompt: dict[str, list[bool]] = {}
+    for clip in clips:
+        by_prompt.setdefault(clip.prompt.prompt, []).append(getattr(clip, right))
+    means = np.array([np.mean(values) for values in by_prompt.values()])
+    return float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
 
 
-def standard_error(share: float, count: int) -> float:
-    return (share * (1 - share) / count) ** 0.5
+def measured(clips: Sequence[ScoredClip]) -> dict[str, dict[str, int]]:
+    """Asked motion -> measured motion -> how many."""
+    found: dict[str, dict[str, int]] = {}
+    for clip in clips:
+        row = found.setdefault(clip.prompt.motion, {})
+        row[clip.found.name] = row.get(clip.found.name, 0) + 1
+    return {motion: dict(sorted(found[motion].items())) for motion in MOTIONS if motion in found}
 
 
-def score_motions(
-    paths: Sequence[Path],
-    captions: Sequence[str],
-    *,
-    progress: Callable[[int], object] = lambda count: None,
-) -> dict:
-    """The result: `motion_right` of all, `direction_right` of those that are to move along, `background_right`.
-
-    Chance stands beside. Raises InsufficientSamples for no videos; ValueError for one that cannot be read or a caption
-    that names no motion.
-    """
-    if not paths:
-        raise InsufficientSamples("there are no videos: give a folder with some")
-    started, rows = time.perf_counter(), []
-    asked = []
-    for path, caption in zip(paths, captions, strict=True):
-        try:
-            asked.append(asked_of(caption))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-    for path, caption, (motion, background) in zip(paths, captions, asked, strict=True):
-        found = tracked(path)
-        rows.append(
-            {
-                "video": path.name,
-                "caption": caption,
-                "asked": motion,
-                "motion": found.name,
-                "asked_background": background,
-                "background": found.background,
-                "moved": [round(value, 4) for value in found.moved],
-                "grown": round(found.grown, 4),
-                "turned": round(found.turned, 4),
-            }
-        )
-        progress(1)
-    values = {"motion_right": share(rows, chance=1 / len(MOTIONS))}
-    along = [row for row in rows if row["asked"] in DIRECTIONS]
-    if along:
-        values["direction_right"] = share(along, chance=1 / len(MOTIONS))
-    coloured = [row for row in rows if row["asked_background"] is not None]
-    if coloured:
-        values["background_right"] = share(
-            coloured, "background", "asked_background", chance=1 / len(COLOURS)
-        )
-    lost = sum(row["motion"] == "nothing" for row in rows)
-    notes = [f"{lost} of {len(rows)} videos show no object that could be followed"] if lost else []
+def row_of(clip: ScoredClip) -> dict:
+    """What was asked of a clip and what was measured, for JSON."""
     return {
-        "schema_version": SCHEMA,
-        "protocol": "moving_emoji",
-        "values": values,
-        "warnings": notes,
-        "by_motion": {
-            motion: share(own)
-            for motion in MOTIONS
-            if (own := [row for row in rows if row["asked"] == motion])
-        },
-        "mistaken": mistaken(rows),
-        "videos": rows,
-        "environment": {
-            "device": "cpu",
-            "versions": versions(DISTRIBUTIONS),
-            "date": datetime.date.today().isoformat(),
-        },
-        "timings": {"seconds": round(time.perf_counter() - started, 3)},
+        "prompt": clip.prompt.prompt,
+        "seed": clip.seed,
+        "flickering": round(clip.flickering, 5),
+        "measured": {name: rounded(value) for name, value in asdict(clip.found).items()},
     }
 
 
-def tracked(path: Path) -> Motion:
-    try:
-        frames = np.stack(list(decoded(path)))
-        return track(torch.from_numpy(frames).permute(0, 3, 1, 2).contiguous())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-
-
-def share(rows: list[dict], key: str = "motion", wanted: str = "asked", chance: float | None = None) -> dict:
-    value = sum(row[key] == row[wanted] for row in rows) / len(rows)
-    row = {"value": value, "std": standard_error(value, len(rows)), "n": len(rows), "higher_is_better": True}
-    return row if chance is None else row | {"chance": chance}
-
-
-def mistaken(rows: list[dict]) -> dict[str, int]:
-    """How often which motion was taken for which, "asked -> measured"."""
-    found: dict[str, int] = {}
-    for row in rows:
-        if row["asked"] != row["motion"]:
-            name = f"{row['asked']} -> {row['motion']}"
-            found[name] = found.get(name, 0) + 1
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+def rounded(value):
+    """Numbers with four digits behind the point; names as they are."""
+    if isinstance(value, tuple):
+        return [rounded(each) for each in value]
+    return round(value, 4) if isinstance(value, float) else value

@@ -164,7 +164,7 @@ def run_flicker(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
 
 def run_motions(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     """Motions and backgrounds of videos, whose captions they carry or a file of prompts has."""
-    from ..moving.scores import score_motions
+    from ..moving.videos import score_motions
 
     paths = video_paths(inputs)
     return only(score_motions(paths, captions_of(paths, inputs.prompts), progress=inputs.progress), part)

@@ -122,7 +122,7 @@ def scorers() -> dict[str, Scorer]:
         Scorer(
             "moving_emoji",
             "videos",
-            ("motion_right", "direction_right", "background_right"),
+            ("motion", "direction", "background"),
             running.run_motions,
             packages=(PYAV,),
             summary="do videos of one object on a plain background move as their captions say; pixels only",

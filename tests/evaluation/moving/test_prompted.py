@@ -7,14 +7,13 @@ import pytest
 
 from mhla_diffusion.evaluation.moving.prompted import (
     Prompt,
-    ScoredClip,
     read_prompts,
     rows,
-    score_clip,
     shuffled,
     summary,
     table,
 )
+from mhla_diffusion.evaluation.moving.scores import ScoredClip, score_clip
 from mhla_diffusion.evaluation.moving.tracking import MOTIONS, Motion
 
 

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mhla_diffusion.evaluation.moving.scores import asked_of, score_motions
+from mhla_diffusion.evaluation.moving.captions import asked_of
 from mhla_diffusion.evaluation.moving.tracking import COLOURS, MOTIONS, track
-from mhla_diffusion.pipelines.videos import save_video
 from mhla_diffusion.training.emoji import Sprites
 from mhla_diffusion.training.moving_emoji import CLIP_BACKGROUNDS, Clip, ClipPainter, path_of
 from mhla_diffusion.training.moving_emoji import MOTIONS as TRAINED
@@ -35,7 +34,8 @@ def clips(
 def test_the_words_and_colours_are_those_of_the_set():
     assert set(MOTIONS) == set(TRAINED) and COLOURS == CLIP_BACKGROUNDS
     for name, phrase in TRAINED.items():
-        assert asked_of(f"a flat arrow {phrase} on a sky blue background") == (name, "sky blue")
+        asked = asked_of(f"a flat arrow {phrase} on a sky blue background")
+        assert (asked.motion, asked.background) == (name, "sky blue")
 
 
 @pytest.mark.parametrize("motion", MOTIONS)
@@ -79,33 +79,3 @@ def test_frames_that_are_none_are_refused():
     for frames in (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(5, 3, 8, 8)):
         with pytest.raises(ValueError, match="give at least 3 uint8 frames"):
             track(frames)
-
-
-def test_the_last_motion_of_a_caption_counts():
-    assert asked_of("a flat spinning top moving down and left on an orange background") == (
-        "down and left",
-        "orange",
-    )
-    assert asked_of("a flat whale growing") == ("grow", None)
-    with pytest.raises(ValueError, match="names no motion"):
-        asked_of("a flat whale on a blue background")
-
-
-def test_shares_of_encoded_videos(tmp_path):
-    paths, captions = [], []
-    for index, motion in enumerate(("left", "spin", "grow")):
-        frames = clips(motion, 1)[0][0].permute(0, 2, 3, 1).numpy()
-        paths.append(tmp_path / f"{index}.mp4")
-        save_video(frames, paths[-1], fps=8)
-        captions.append(f"a flat arrow {TRAINED[motion]} on a yellow background")
-    captions[2] = "a flat arrow shrinking on a red background"
-    found = score_motions(paths, captions)
-    values = found["values"]
-    assert values["motion_right"]["value"] == values["background_right"]["value"] == pytest.approx(2 / 3)
-    assert values["direction_right"] == values["direction_right"] | {"value": 1.0, "n": 1}
-    assert values["motion_right"]["chance"] == pytest.approx(1 / 12)
-    assert found["mistaken"] == {"shrink -> grow": 1} and found["by_motion"]["spin"]["value"] == 1
-    with pytest.raises(ValueError, match="1.mp4: the caption"):
-        score_motions(paths, [captions[0], "a whale", captions[2]])
-    with pytest.raises(ValueError, match="no videos"):
-        score_motions([], [])
