@@ -12,6 +12,7 @@ from diffusers.models._modeling_parallel import (
     TensorParallelConfig,
     gather_size_by_comm,
 )
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..attention import MHLASelfAttention
@@ -70,6 +71,12 @@ class ContextParallelMixin:
                 f"{degree} processes cannot share the {heads} heads of the softmax layers ({softmax[0]}, ...) by "
                 f"ulysses_degree={degree}: give ring_degree={degree} instead"
             )
+        if softmax and context.ring_degree > 1 and chosen_backend(layers[softmax[0]].attn1) == "native":
+            raise ValueError(
+                f"PyTorch's choice of kernel ('native') in the softmax layers ({softmax[0]}, ...) takes no part in a "
+                "ring: call set_attention_backend('_native_cudnn') before this, which needs a GPU, or give "
+                f"ulysses_degree={context.ring_degree} instead"
+            )
 
     def _resolve_parallel_config(self, config):
         # Diffusers takes the process's device from the number of accelerators, which is 0 without one.
@@ -105,6 +112,12 @@ class ContextParallelMixin:
             )
         start, stop = share.span(tokens)
         return timestep[:, start:stop] if timestep.ndim == 2 and timestep.shape[1] == tokens else timestep
+
+
+def chosen_backend(attention: torch.nn.Module) -> str:
+    """Name of the backend that a softmax attention uses: its own, or the one that is active for all."""
+    own = attention.processor._attention_backend
+    return AttentionBackendName(own or _AttentionBackendRegistry.get_active_backend()[0]).value
 
 
 def context_is_ragged(context: ContextParallelConfig) -> bool:

@@ -121,6 +121,16 @@ def lone_process(tmp_path):
             ContextParallelConfig(ulysses_degree=3, ulysses_anything=True),
             "give ring_degree=3 instead",
         ),
+        (
+            lambda: tiny_wan.model(mhla_layers="1/2"),
+            ContextParallelConfig(ring_degree=2),
+            r"takes no part in a ring: call set_attention_backend\('_native_cudnn'\) before this",
+        ),
+        (
+            lambda: tiny_wan.model(mhla_layers=[0], mhla_other_layers="softmax"),
+            ContextParallelConfig(ring_degree=2),
+            r"the softmax layers \(1, ...\) takes no part in a ring",
+        ),
         (lambda: tiny_wan.model(), TensorParallelConfig(tp_degree=2), "is not split by heads"),
         (
             tiny_sana_video.model,
