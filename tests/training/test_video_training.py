@@ -132,8 +132,11 @@ def test_two_steps_and_two_more_equal_four_and_the_result_draws(recipe_file, tmp
     mixings = [module for module in transformer.modules() if isinstance(module, BlockMixing)]
     assert len(mixings) == 1 and 0 <= mixings[0].weight.min() and mixings[0].weight.max() <= 1
     pipe.set_progress_bar_config(disable=True)
-    frames = pipe("red apple", num_frames=5, height=32, width=32, num_inference_steps=1).frames
-    assert frames.shape == (1, 5, 32, 32, 3)
+    # Trained at 9 x 32 x 48 and 1 x 32 x 48; nothing is added for other sizes: shorter, portrait, larger and longer.
+    for count, height, width in ((5, 32, 32), (9, 48, 32), (1, 64, 80), (17, 32, 64)):
+        size = {"num_frames": count, "height": height, "width": width}
+        frames = pipe("red apple", num_inference_steps=1, **size).frames
+        assert frames.shape == (1, count, height, width, 3) and np.isfinite(frames).all()
     facts = json.loads((whole.out / "run.json").read_text())
     assert facts["pictures"] == 5
 
