@@ -29,6 +29,7 @@ GROWN = math.log(1.35)
 BOUNCED, BACK_AND_FORTH = 0.12, 1.8  # of the canvas; way along y over the part of it that remains
 TURNED = math.radians(90)
 ANGLES, RADII = 96, 12
+AS_GOOD = 0.2  # share of a fit that a whole turn has to be better by; a sixth: 3 %
 SMALLEST = 1 / 400  # share of a frame below which there is no object
 
 
@@ -111,10 +112,13 @@ def turn(pixels: Tensor, middles: Tensor, extent: Tensor, apart: int = 2) -> flo
     radius = torch.linspace(0.15, 2.0, RADII)[:, None]  # outer rings hold more of the picture
     cross = (second * first.conj() * radius).sum((1, 2))  # (pairs, frequencies)
     fit = torch.fft.irfft(cross, n=ANGLES)
-    # A turn between two frames is small: a quarter and more is another symmetry of the object.
+    # Objects with a symmetry fit two angles almost alike. All pairs together decide, so that none strays, and of what
+    # is as good as equal it is the smaller: a quarter and more between two frames is another symmetry, too.
     bins = torch.fft.fftfreq(ANGLES, 1 / ANGLES)
-    fit = fit.masked_fill(bins.abs() > ANGLES / 5, -math.inf)
-    best = fit.argmax(dim=1)
+    fit = fit + fit.mean(dim=0)
+    top = fit.amax(dim=1, keepdim=True)
+    plausible = (fit - AS_GOOD * top * bins.abs() / ANGLES).masked_fill(bins.abs() > ANGLES / 5, -math.inf)
+    best = plausible.argmax(dim=1)
     left, right = (fit.gather(1, ((best + step) % ANGLES)[:, None])[:, 0] for step in (-1, 1))
     top = fit.gather(1, best[:, None])[:, 0]
     curve = left - 2 * top + right

@@ -79,3 +79,30 @@ def test_frames_that_are_none_are_refused():
     for frames in (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(5, 3, 8, 8)):
         with pytest.raises(ValueError, match="give at least 3 uint8 frames"):
             track(frames)
+
+
+def six_arms(start: tuple[float, float]) -> torch.Tensor:
+    """A star of six arms that a sixth of a turn hardly changes, moving up and left, `(17, 3, 64, 64)`."""
+    rows, columns = torch.meshgrid(*[(torch.arange(64.0) - 31.5)] * 2, indexing="ij")
+    frames = []
+    for step in range(17):
+        y, x = (rows - start[1] + 1.9 * step, columns - start[0] + 1.9 * step)
+        arms = [(x * math.cos(a) + y * math.sin(a), y * math.cos(a) - x * math.sin(a)) for a in SIXTHS]
+        edges = [
+            (1.7 - across.abs()).clamp(0, 1) * (along + 0.5).clamp(0, 1) * (13.5 - along).clamp(0, 1)
+            for along, across in arms
+        ]
+        inside = torch.stack(edges).amax(0)[None]  # soft, as drawings are
+        frames.append(inside * STAR + (1 - inside) * GROUND)
+    return torch.stack(frames).to(torch.uint8)
+
+
+SIXTHS = [k * math.pi / 3 for k in range(6)]
+STAR, GROUND = (torch.tensor(c)[:, None, None] for c in ((80.0, 160.0, 240.0), (150.0, 100.0, 60.0)))
+
+
+@pytest.mark.parametrize("offset", range(8))
+def test_a_snowflake_that_moves_along_does_not_spin(offset):
+    """Of a pair of frames the wrong sixth of a turn may fit a little better; the other pairs know better."""
+    found = track(six_arms((15 + 0.31 * offset, 15 + 0.17 * offset)))
+    assert found.name == "up and left" and abs(found.turned) < 0.1
