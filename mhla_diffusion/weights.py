@@ -130,14 +130,14 @@ def what_is_lacking(part: Path, class_name: str) -> str | None:
     return None
 
 
-def read_json(path: Path) -> dict:
-    """The object in a JSON file of a pipeline. Raises ValueError, naming the file, when there is none."""
+def read_json(path: Path, remedy: str = "copy the pipeline folder again") -> dict:
+    """The object in a JSON file of a pipeline. Raises ValueError, with the file and what to do, when there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): copy the pipeline folder again") from None
+        raise ValueError(f"{path} is not valid JSON ({error}): {remedy}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object: copy the pipeline folder again")
+        raise ValueError(f"{path} holds no JSON object: {remedy}")
     return value
 
 

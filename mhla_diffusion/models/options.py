@@ -11,6 +11,7 @@ from ..mixing import INITS, NORMALIZATIONS
 from ..ops.attention import NORMALIZERS
 
 OTHER_LAYERS = ("stock", "softmax")
+MOST_BLOCKS = 4096  # 67 MB of coefficients a layer; they grow with the square
 CHOICES = {
     "normalizer": NORMALIZERS,
     "mixing_init": INITS,
@@ -99,7 +100,10 @@ def check_epsilon(name: str, value) -> None:
 
 
 def check_block_grid(block_grid, axes: int = 2) -> list[int]:
-    """Blocks per axis as a list of as many ints as there are axes, 2 or 3; ValueError on anything else."""
+    """Blocks per axis as a list of as many ints as there are axes, 2 or 3.
+
+    Raises ValueError on anything else, and on more blocks than a matrix of coefficients can have.
+    """
     counts = [integer(count) for count in as_list(block_grid)]
     if len(counts) != axes or any(count is None or count < 1 for count in counts):
         wanted = {
@@ -107,6 +111,12 @@ def check_block_grid(block_grid, axes: int = 2) -> list[int]:
             3: "three positive integers (frames, rows, columns), such as (3, 5, 10)",
         }
         raise ValueError(f"block_grid={block_grid!r}: give the number of blocks per axis as {wanted[axes]}")
+    blocks = math.prod(counts)
+    if blocks > MOST_BLOCKS:
+        raise ValueError(
+            f"block_grid={block_grid!r}: {blocks} blocks have {blocks**2:.1e} coefficients in each layer; give the "
+            f"number of blocks per axis (not their size), at most {MOST_BLOCKS} in all"
+        )
     return counts
 
 

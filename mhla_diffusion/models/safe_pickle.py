@@ -55,6 +55,7 @@ def load_pickle(path: str | os.PathLike):
         TypeError,
         AttributeError,
         UnicodeError,
+        OSError,  # of an archive over a page long that ends early
     ) as error:
         reason = " ".join(str(error).split())[:120] or type(error).__name__
         raise ValueError(

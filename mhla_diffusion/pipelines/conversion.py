@@ -162,7 +162,7 @@ def read_config(config: Mapping | str | os.PathLike | None) -> dict:
         path = Path(config).expanduser()
         if not path.is_file():
             raise ValueError(f"there is no config file {path}: give a JSON file with arguments of the model")
-        config = read_json(path)
+        config = read_json(path, 'give arguments of the model such as {"num_attention_heads": 16}')
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 

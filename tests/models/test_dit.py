@@ -348,6 +348,7 @@ def test_inputs_that_cannot_work_are_refused_in_one_line(inputs, message):
         ({"mhla_block_grid": 8}, "two positive integers"),
         ({"mhla_block_grid": [0, 4]}, "two positive integers"),
         ({"mhla_block_grid": [2, 2, 2]}, "two positive integers"),
+        ({"mhla_block_grid": [65, 64]}, "4160 blocks have .* at most 4096 in all"),
         ({"mhla_layers": [2]}, "from 0 to 1"),
         ({"mhla_layers": [0, 0]}, "different layer indices"),
         ({"mhla_normalizer": "Paper"}, "choose one of paper, none, official"),

@@ -284,6 +284,7 @@ def test_latents_that_do_not_divide_into_patches_are_refused():
         ({"mhla_block_grid": [4]}, "two positive integers"),
         ({"mhla_block_grid": 8}, "two positive integers"),
         ({"mhla_block_grid": [0, 4]}, "two positive integers"),
+        ({"mhla_block_grid": [65, 64]}, "4160 blocks have .* at most 4096 in all"),
         ({"mhla_layers": [2]}, "from 0 to 1"),
         ({"mhla_layers": [-1]}, "from 0 to 1"),
         ({"mhla_layers": [0, 0]}, "different layer indices"),

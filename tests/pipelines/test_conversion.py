@@ -227,6 +227,7 @@ def test_an_original_file_becomes_a_pipeline_with_the_parts_of_another(tmp_path)
 
 
 def test_a_mistake_is_one_line_and_leaves_nothing_behind(tmp_path, stock):
+    (tmp_path / "list.json").write_text("[]")
     before = sorted(tmp_path.rglob("*"))
     for source, options, named in [
         (tmp_path / "none", {}, "neither a pipeline nor a transformer folder"),
@@ -236,6 +237,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(tmp_path, stock):
         (stock, {"block_grid": (0, 4)}, "0"),
         (stock, {"block_grid": (2, 2, 2)}, "two positive integers"),
         (stock, {"block_grid": (2.5, 2)}, "two positive integers"),
+        (stock, {"block_grid": (1000, 1000)}, "at most 4096 in all"),
         (stock, {"local_conv": 4}, "odd kernel size"),
         (stock, {"layout": "dit"}, "is in Diffusers' layout, not in 'dit'"),
         (
@@ -245,6 +247,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(tmp_path, stock):
         ),
         (stock, {"config": {"mhla_block_grid": [2, 2]}}, "give it with --block-grid"),
         (stock, {"config": tmp_path / "none.json"}, "there is no config file"),
+        (stock, {"config": tmp_path / "list.json"}, "holds no JSON object: give arguments of the model"),
         (stock, {"variant": "fp16"}, "no weights of the variant fp16"),
         (stock, {"weights": "ema"}, "is no pickled checkpoint"),
     ]:
