@@ -73,3 +73,11 @@ def test_a_python_without_vbench_is_named(tmp_path):
     ):
         done = subprocess.run([*command, python], capture_output=True, text=True, timeout=200)
         assert done.returncode == 2 and message in done.stderr
+
+
+def test_what_is_published_agrees():
+    found = json.loads((ROOT / "eval" / "results" / "vbench_flicker.json").read_text())
+    assert found["vbench_environment"]["vbench"] == "0.1.5" and len(found["videos"]) == 3
+    scores = [(row["ours"], row["vbench"]) for row in (*found["videos"], found["mean"])]
+    assert max(abs(ours - theirs) for ours, theirs in scores) < 1e-6
+    assert len({round(ours, 2) for ours, _ in scores[:3]}) == 3  # they flicker differently
