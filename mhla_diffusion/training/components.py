@@ -111,7 +111,24 @@ def has_classes(model: ModelConfig, base: Path) -> bool:
     return "DiT" in transformer_class(model, base)
 
 
-def _check_single_expert(base: Path, facts: dict) -> None:
+# Of text: any other would fail late, or train on inputs that it does not expect. DiTs are told apart before.
+TRAINED = (
+    "SanaTransformer2DModel",
+    "MHLASanaTransformer2DModel",
+    "WanTransformer3DModel",
+    "MHLAWanTransformer3DModel",
+)
+
+
+def _check_kind(model: ModelConfig, base: Path, facts: dict) -> None:
+    """ValueError unless recipes train a base of this kind: SANA, or Wan 2.1 for text to video."""
+    name = transformer_class(model, base)
+    if name and name not in TRAINED:
+        raise ValueError(
+            f"recipe: the transformer of {base} is a {name}; recipes train DiT, SANA, and Wan 2.1 for text to video"
+        )
+    if facts.get("_class_name") == "WanImageToVideoPipeline":
+        raise ValueError(f"recipe: {base} is Wan for image to video; recipes train Wan 2.1, text to video")
     per_token = facts.get("expand_timesteps")
     if per_token or (facts.get("transformer_2") or [None])[0] is not None:
         raise ValueError(
@@ -125,7 +142,8 @@ def _pipeline_class_and_defaults(base: Path, recipe: Recipe, by_class: bool) -> 
     model, length = recipe.model, recipe.data.max_sequence_length
     index = base / "model_index.json"
     facts = json.loads(index.read_text()) if index.is_file() else {}
-    _check_single_expert(base, facts)
+    if not by_class:
+        _check_kind(model, base, facts)
     ours = "MHLAWanPipeline" if "Wan" in transformer_class(model, base) else "MHLASanaPipeline"
     # Any number of classes is only drawn by our pipeline for DiT.
     name = "MHLADiTPipeline" if by_class else facts.get("_class_name", ours)
@@ -151,9 +169,10 @@ def converted(transformer: nn.Module, options: ConvertConfig) -> nn.Module:
     ):  # ours, but for the name stock
         transformer = restore(transformer)
     if "mhla_layers" in transformer.config:
+        axes = ("FRAMES," if len(transformer.config.mhla_block_grid) == 3 else "") + "ROWS,COLUMNS"
         raise ValueError(
             f"recipe: [model.convert], but the transformer of the base is an {type(transformer).__name__} already; "
-            "take that section out, and change its blocks with `mhla convert BASE OUT --block-grid ROWS,COLUMNS`"
+            f"take that section out, and change its blocks with `mhla convert BASE OUT --block-grid {axes}`"
         )
     layers = "all" if options.layers is None else options.layers
     return convert(

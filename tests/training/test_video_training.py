@@ -5,10 +5,11 @@ import shutil
 
 import numpy as np
 import pytest
+import tiny_sana_video_pipeline
 import tiny_wan_pipeline
 import torch
 from safetensors.torch import load_file
-from tiny_wan import TRANSFORMER, stock_transformer
+from tiny_wan import TRANSFORMER, model, stock_transformer
 
 import mhla_diffusion
 from mhla_diffusion import MHLAWanPipeline, MHLAWanTransformer3DModel
@@ -214,8 +215,8 @@ def test_a_fresh_wan_with_a_text_encoder_of_its_own(recipe_file, tmp_path, base)
         f"[model.{name}]\n" + "\n".join(f"{key} = {json.dumps(value)}" for key, value in table.items())
         for name, table in (("transformer", fields), ("text_encoder", encoder))
     ]
-    model = 'transformer_class = "MHLAWanTransformer3DModel"\ntrain_text_encoder = true\n'
-    path.write_text(text[:convert] + model + "\n\n".join(tables) + "\n\n" + text[text.index("[data]") :])
+    fresh = 'transformer_class = "MHLAWanTransformer3DModel"\ntrain_text_encoder = true\n'
+    path.write_text(text[:convert] + fresh + "\n\n".join(tables) + "\n\n" + text[text.index("[data]") :])
     result = run(path, ["run.steps=2", "sample.every=2"])
     pipe = mhla_diffusion.load_pipeline(result.pipeline)
     assert type(pipe) is MHLAWanPipeline and pipe.config.max_sequence_length == 6
@@ -236,6 +237,27 @@ def test_wan_2_2_is_refused_by_name(recipe_file, base, tmp_path):
             run(recipe_file(), [f"model.base={copy}"])
 
 
+def test_other_kinds_of_models_are_refused_by_name(recipe_file, base, tmp_path):
+    tiny_sana_video_pipeline.stock_pipeline().save_pretrained(tmp_path / "sana-video")
+    copy = tmp_path / "image"
+    shutil.copytree(base, copy)
+    index = json.loads((copy / "model_index.json").read_text())
+    (copy / "model_index.json").write_text(json.dumps(index | {"_class_name": "WanImageToVideoPipeline"}))
+    for folder, why in (
+        (tmp_path / "sana-video", "is a SanaVideoTransformer3DModel; recipes train DiT, SANA, and Wan 2.1"),
+        (copy, "is Wan for image to video; recipes train Wan 2.1, text to video"),
+    ):
+        with pytest.raises(ValueError, match=why) as caught:
+            run(recipe_file(), [f"model.base={folder}"])
+        assert "\n" not in str(caught.value)
+
+
+def test_a_converted_base_keeps_its_blocks(recipe_file, tmp_path):
+    tiny_wan_pipeline.stock_pipeline(model()).save_pretrained(tmp_path / "converted")
+    with pytest.raises(ValueError, match="take that section out.*--block-grid FRAMES,ROWS,COLUMNS"):
+        run(recipe_file(), [f"model.base={tmp_path / 'converted'}"])
+
+
 def test_sizes_and_layers_of_a_recipe_are_checked(recipe_file):
     for override, message in (
         (
@@ -245,7 +267,7 @@ def test_sizes_and_layers_of_a_recipe_are_checked(recipe_file):
         ("data.sizes=[]", r"allowed: one or more \[frames, height, width\]"),
         ("data.kind=folder", 'only with data.kind = "videos"'),
         ("data.fps=-1", "data.fps = -1.0; allowed: 0"),
-        ("model.convert.layers=3", "is not a list of an integer or a string"),
+        ("model.convert.layers=3", "is not a list of integers or a string"),
     ):
         with pytest.raises(ValueError, match=message):
             load_recipe(recipe_file(), [override])
