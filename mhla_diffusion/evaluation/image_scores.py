@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from .metrics.moments import Moments, empty_state, merge_two, moments_of_state, 
 from .metrics.neighbours import check_counts, nearest, precision_recall, squared_radii
 from .networks import extractors
 from .networks.extractors import Extractor
-from .picture_sets import PictureSet, compare_sets
+from .picture_sets import PictureSet, compare_sets, compare_sizes
 from .reference_statistics import Statistics, check_reference
 
 SCHEMA = 1
@@ -109,28 +109,45 @@ def needs(metrics: tuple[str, ...]) -> tuple[set[str], set[str]]:
     return moments, kept
 
 
+def beyond(metrics: Iterable[str], statistics: Statistics | None, pictures: bool) -> dict[str, str]:
+    """Metric -> what it needs that a reference of statistics, or of pictures, does not have."""
+    lost = {}
+    for metric in metrics:
+        tap = METRICS[metric][0]
+        if metric in ("fd", "sfd"):
+            if statistics is not None and tap not in statistics.moments:
+                lost[metric] = f"statistics of {tap!r} features"
+        elif metric != "inception_score" and not pictures:
+            lost[metric] = "the reference's pictures"
+    return lost
+
+
 def check_metrics(
-    protocol: ImageProtocol, metrics: tuple[str, ...] | None, pictures: bool
-) -> tuple[str, ...]:
-    """The metrics to compute. Raises ValueError for one that the protocol, or the reference, does not have."""
+    protocol: ImageProtocol, metrics: tuple[str, ...] | None, statistics: Statistics | None, pictures: bool
+) -> tuple[tuple[str, ...], list[str]]:
+    """The metrics to compute, and warnings about those that the reference does not allow.
+
+    Raises ValueError for one that was asked for and that the protocol, or the reference, does not have.
+    """
     chosen = tuple(metrics or protocol.metrics)
     unknown = [metric for metric in chosen if metric not in protocol.metrics]
     if unknown:
         raise ValueError(
             f"protocol {protocol.name} has no {unknown[0]!r}: it has {', '.join(protocol.metrics)}"
         )
-    if not pictures:
-        lost = [metric for metric in chosen if metric not in ("fd", "sfd", "inception_score")]
-        if lost and metrics:
-            raise ReferenceMismatch(
-                f"{lost[0]} needs the reference's pictures, it holds statistics only: give pictures"
-            )
-        chosen = tuple(metric for metric in chosen if metric not in lost)
+    lost = beyond(chosen, statistics, pictures)
+    if lost and metrics:
+        metric, need = next(iter(lost.items()))
+        held = f"statistics of {', '.join(statistics.moments)}"
+        raise ReferenceMismatch(
+            f"{metric} needs {need}, {statistics.path} holds {held} only: give pictures, or leave {metric} out"
+        )
+    chosen = tuple(metric for metric in chosen if metric not in lost)
     if not chosen:
         raise ReferenceMismatch(
             f"protocol {protocol.name} needs the reference's pictures: give a folder, .npz or .tar"
         )
-    return chosen
+    return chosen, [f"{metric} is left out: it needs {need}" for metric, need in lost.items()]
 
 
 def score(
@@ -165,12 +182,12 @@ def score(
     """
     statistics = reference if isinstance(reference, Statistics) else None
     pictures = reference_pictures if statistics else reference
-    chosen = check_metrics(protocol, metrics, pictures is not None)
+    chosen, notes = check_metrics(protocol, metrics, statistics, pictures is not None)
     if floor and pictures is None:
         raise ReferenceMismatch(
             f"a floor needs the reference's pictures, {reference.path} holds statistics only"
         )
-    notes = compare_sets(samples, pictures) if pictures is not None else []
+    notes += compare_sets(samples, pictures) if pictures is not None else []
     if (
         pictures is not None
         and {"precision", "recall"} & set(chosen)
@@ -196,7 +213,7 @@ def score(
     theirs = None
     if pictures is not None and (wanted or not statistics):
         theirs = gather(pictures, extractor, moments=set() if statistics else moments, features=wanted, **how)
-    notes += samples.doubts() + (pictures.doubts() if theirs else [])
+    notes += samples.doubts() + (pictures.doubts() + compare_sizes(samples, pictures) if theirs else [])
     compared = time.perf_counter()
     values = values_of(chosen, ours, theirs, statistics, protocol, seed, notes)
     result = {

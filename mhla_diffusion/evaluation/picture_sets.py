@@ -370,3 +370,14 @@ def compare_sets(samples: PictureSet, reference: PictureSet) -> list[str]:
             "JPEG alone moves FID (by about 3 at quality 95, 13 at 75); store both alike"
         )
     return found
+
+
+def compare_sizes(samples: PictureSet, reference: PictureSet) -> list[str]:
+    """Warnings about sizes, after both were read: a network's resize does to each something else."""
+    sizes = [sorted(f"{width}x{height}" for height, width in each.sizes) for each in (samples, reference)]
+    if sizes[0] == sizes[1]:
+        return []
+    return [
+        f"samples are {', '.join(sizes[0][:3])}, the reference is {', '.join(sizes[1][:3])}: resizing alone moves FID; "
+        "store both in one size"
+    ]

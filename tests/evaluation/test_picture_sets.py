@@ -9,7 +9,12 @@ import pytest
 import torch
 from PIL import Image
 
-from mhla_diffusion.evaluation.picture_sets import compare_sets, holds_pictures, open_pictures
+from mhla_diffusion.evaluation.picture_sets import (
+    compare_sets,
+    compare_sizes,
+    holds_pictures,
+    open_pictures,
+)
 
 
 def arrays(count: int, height: int = 6, width: int = 8) -> np.ndarray:
@@ -149,3 +154,16 @@ def test_the_same_set_twice_is_refused_and_codecs_are_compared(tmp_path):
     assert jpeg.codecs == {"jpeg": 4} and "JPEG alone moves FID" in compare_sets(png, jpeg)[0]
     x = open_pictures(torch.from_numpy(raw).permute(0, 3, 1, 2))
     assert len(compare_sets(x, x)) == 1 and compare_sets(x, png) == []
+
+
+def test_two_sets_of_different_sizes_are_warned_about():
+    small, large, other = (
+        open_pictures(torch.from_numpy(arrays(2, *size)).movedim(-1, 1))
+        for size in ((6, 8), (12, 16), (6, 8))
+    )
+    for each in (small, large, other):
+        list(each.batches())
+    assert compare_sizes(small, other) == []
+    assert (
+        "samples are 8x6, the reference is 16x12: resizing alone moves FID" in compare_sizes(small, large)[0]
+    )

@@ -10,8 +10,6 @@ from ..text_image.protocols import TEXT_IMAGE_PROTOCOLS
 from .schema import Part, Protocol, Unreadable
 from .scorers import VBENCH_TOTALS, Inputs, listed, optional
 
-OF_STATISTICS = ("fd", "sfd", "inception_score")  # what a mean and a covariance suffice for
-
 
 def open_samples(protocol: Protocol, inputs: Inputs):
     from ..picture_sets import open_pictures
@@ -64,7 +62,7 @@ def check_samples(protocol: Protocol, inputs: Inputs) -> list[str]:
 
 def run_distances(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     """Distances to a reference by one of the networks and resizes of `image_protocols`."""
-    from ..image_scores import score
+    from ..image_scores import beyond, score
     from ..picture_sets import holds_pictures, open_pictures
     from ..reference_statistics import holds_statistics, read_statistics
 
@@ -82,16 +80,16 @@ def run_distances(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     if protocol.reference.kind == "pictures" and pictures is None:
         raise ReferenceMismatch(f"{path} holds statistics only, {protocol.protocol} asks for pictures")
     way, wanted, notes = PROTOCOLS[part.scorer], part.metrics, []
-    if pictures is None:
-        lost = [name for name in wanted or () if name not in OF_STATISTICS]
-        if lost and not inputs.skip_missing:
-            raise ReferenceMismatch(
-                f"{', '.join(lost)} need the reference's pictures, {path} holds statistics only: give pictures "
-                "(ADM's file has some), or leave them out with --skip-missing"
-            )
-        if lost:
-            wanted = tuple(name for name in wanted if name in OF_STATISTICS)
-            notes = [f"{', '.join(lost)} are left out: the reference holds statistics only"]
+    lost = beyond(wanted or (), statistics, pictures is not None)
+    needs = "; ".join(f"{name} needs {need}" for name, need in lost.items())
+    if lost and (not inputs.skip_missing or len(lost) == len(wanted)):
+        raise ReferenceMismatch(
+            f"{needs}; {path} does not hold that: give another file (ADM's has all), or leave out what lacks it with "
+            "--skip-missing"
+        )
+    if lost:
+        wanted = tuple(name for name in wanted if name not in lost)
+        notes = [f"left out, for {path} does not hold it: {needs}"]
     found = score(
         open_samples(protocol, inputs),
         statistics or pictures,

@@ -6,10 +6,13 @@ import shutil
 import numpy as np
 import pytest
 import tiny_clip
+import torch
 from PIL import Image
 from protocol_files import protocol, result
+from safetensors.torch import save_file
 
 from mhla_diffusion.cli import main
+from mhla_diffusion.evaluation.networks.inception import FIDInception
 from mhla_diffusion.evaluation.protocols.files import known_protocols, load_protocol
 from mhla_diffusion.evaluation.protocols.scorers import check_protocol, scorers
 from mhla_diffusion.pipelines.pictures import save_picture
@@ -189,13 +192,40 @@ def test_a_reference_of_statistics_has_no_precision(folders, capsys):
     )
     file = protocol(folders, PICTURES + "parts:\n- {scorer: smoke, metrics: [fd, precision]}\n")
     assert run(file, folders, "--reference", statistics) == 2
-    assert "precision need the reference's pictures" in capsys.readouterr().err
+    assert "precision needs the reference's pictures" in capsys.readouterr().err
     assert run(file, folders, "--reference", statistics, "--skip-missing") == 0
     found = result(folders)
-    assert list(found["values"]) == ["fd"] and "precision are left out" in " ".join(found["warnings"])
+    assert list(found["values"]) == ["fd"] and "precision needs the reference's pictures" in " ".join(
+        found["warnings"]
+    )
     pictures = protocol(folders, SMOKE.replace("either", "pictures"))
     assert run(pictures, folders, "--reference", statistics) == 2
     assert "asks for pictures" in capsys.readouterr().err
+
+
+def test_statistics_of_one_kind_of_features_leave_the_others_out(folders, capsys):
+    """As files of pytorch-fid and many papers are: a mean and a covariance, nothing for sFID."""
+    inception = folders / "inception.safetensors"
+    torch.manual_seed(0)
+    save_file(FIDInception().state_dict(), inception)
+    statistics = folders / "others.npz"
+    np.savez(statistics, mu=np.zeros(2048), sigma=np.eye(2048))
+    more = ["--weights", f"inception={inception}", "--limit", "2", "--reference", statistics]
+    file = protocol(folders, PICTURES + "parts:\n- {scorer: fid_adm, metrics: [fd, sfd, recall]}\n")
+    assert run(file, folders, *more) == 2
+    assert "sfd needs statistics of 'spatial' features; recall needs the" in capsys.readouterr().err
+    assert run(file, folders, *more, "--skip-missing") == 0
+    found = result(folders)
+    assert list(found["values"]) == ["fd"] and "sfd needs statistics" in " ".join(found["warnings"])
+    alone = protocol(folders, PICTURES + "parts:\n- {scorer: fid_adm, metrics: [sfd]}\n", "alone")
+    assert run(alone, folders, *more, "--skip-missing") == 2  # nothing would remain
+    # Without a list of metrics it is what the reference allows, and the others are named.
+    line = ["eval", "run", "fid_adm", "--samples", str(folders / "samples"), "--out", str(folders / "a.json")]
+    assert main([*line, *map(str, more), "--device", "cpu"]) == 0
+    assert "precision is left out: it needs the reference's pictures" in capsys.readouterr().err
+    assert list(json.loads((folders / "a.json").read_text())["values"]) == ["fd"]
+    assert main([*line, *map(str, more), "--device", "cpu", "--metrics", "sfd"]) == 2
+    assert "sfd needs statistics of 'spatial' features" in capsys.readouterr().err
 
 
 def test_what_was_not_given_is_asked_for(folders, capsys):
