@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig, WanPipeline
+from diffusers import (
+    FasterCacheConfig,
+    FirstBlockCacheConfig,
+    MagCacheConfig,
+    SeaCacheConfig,
+    TaylorSeerCacheConfig,
+    WanPipeline,
+)
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from tiny_wan import model, stirred, stock_transformer
@@ -101,17 +108,25 @@ def test_a_lora_with_a_mixing_goes_into_either_expert(tmp_path):
 @pytest.mark.parametrize(
     "cache",
     [
-        lambda: FirstBlockCacheConfig(threshold=1e9),
-        lambda: TaylorSeerCacheConfig(disable_cache_before_step=2, taylor_factors_dtype=torch.float32),
-        lambda: MagCacheConfig(
+        lambda _: FirstBlockCacheConfig(threshold=1e9),
+        lambda _: TaylorSeerCacheConfig(disable_cache_before_step=2, taylor_factors_dtype=torch.float32),
+        lambda _: MagCacheConfig(
             threshold=1e9, num_inference_steps=4, retention_ratio=0.1, mag_ratios=[1.0] * 4
         ),
+        lambda _: SeaCacheConfig(
+            threshold=1e9, raw_vision_callback=lambda model, args, inputs: list(inputs["hidden_states"])
+        ),
+        # Wan's pipelines call the model once for each of the two captions, as if there were no guidance.
+        lambda pipe: FasterCacheConfig(
+            current_timestep_callback=lambda: pipe.current_timestep, is_guidance_distilled=True
+        ),
     ],
+    ids=["first block", "taylor", "mag", "sea", "faster"],
 )
 def test_caches_skip_steps_and_forget_one_video_before_the_next(cls, cache):
     pipe = pipeline(cls)
     plain = make(pipe)
-    pipe.transformer.enable_cache(cache())
+    pipe.transformer.enable_cache(cache(pipe))
     read = []
     pipe.transformer.blocks[1].attn1.mixing.register_forward_hook(lambda *_: read.append(1))
     first = make(pipe)
