@@ -96,7 +96,7 @@ def open_clip_model(
         known = bool(tag["quick_gelu"]) if tag else None
         build = {"load_weights": False, "pretrained_text": False}
         build |= {"force_preprocess_cfg": {key: tag[key] for key in PREPARATION if key in tag}} if tag else {}
-        title = tag["name"] if tag else "random" if found is None else found.path.name
+        title = "random" if found is None else tag["name"] if tag else found.path.name
         title = f"{name.removesuffix('-quickgelu')} {title}"
     check_offline(name, config)
     stated = bool(config.get("quick_gelu", False))

@@ -179,6 +179,11 @@ def test_random_weights_only_when_asked_for(monkeypatch, tmp_path, file_of_weigh
         clip_model(model="ViT-tiny")
     model = clip_model(model="ViT-tiny", random_weights=True, device="cpu")
     assert model.about["weights"] == "random" and "random weights" in model.notes[0]
+    monkeypatch.setitem(
+        open_clip.pretrained._PRETRAINED, "ViT-tiny", {"openai": {"url": "", "quick_gelu": True}}
+    )
+    named = clip_model(model="ViT-tiny", pretrained="openai", random_weights=True, device="cpu")
+    assert named.about["network"] == "CLIP ViT-tiny random" and named.about["activation"] == "QuickGELU"
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "open_clip_config.json").write_text(json.dumps({"model_cfg": tiny_clip.CONFIG}))
