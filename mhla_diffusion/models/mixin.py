@@ -1,6 +1,5 @@
 """What each of our transformers adds to its stock class: other attention in chosen layers, and how weights travel."""
 
-import os
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -153,14 +152,22 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
 
     @classmethod
     def from_single_file(cls, pretrained_model_link_or_path_or_dict=None, **kwargs):
-        """Raises ValueError, which names the command that reads single files whole, in every published layout."""
-        given = pretrained_model_link_or_path_or_dict
-        name = given if isinstance(given, (str, os.PathLike)) else "FILE"
-        raise ValueError(
-            f"{cls.__name__} is not read from a single file: `mhla convert {name} OUT "
-            f"--block-grid {','.join(map(str, cls.default_block_grid))}` reads it, with every key checked, and "
-            "from_pretrained(OUT) loads the result"
-        )
+        """A model with the weights of one file on the disk, checked as `mhla convert` does, without writing a folder.
+
+        Args:
+            pretrained_model_link_or_path_or_dict: path of a `.safetensors` file or a pickled checkpoint, in an original
+                layout (see docs/checkpoints.md), or in Diffusers' with its `config`. A pickle is never run.
+            config, subfolder: folder or file of the config.json of weights in Diffusers' layout, or a dict with
+                arguments of the model that an original file does not tell, such as `{"num_attention_heads": 16}`.
+            torch_dtype: of the weights (default: float32); the mixing stays float32.
+            weights: which entry of a training checkpoint to take; None: the average where there is one.
+            kwargs: `mhla_` options for the weights of a stock model; `mhla_block_grid` is free for our own as well.
+
+        Raises ValueError (one line) on anything amiss: no such file, code in it, keys without a place or missing.
+        """
+        from .single_file import load_single_file  # which needs all of our classes, and they need this one
+
+        return load_single_file(cls, pretrained_model_link_or_path_or_dict, **kwargs)
 
     def initialise_new_weights(self, keys: list[str], device: torch.device | str | None = None) -> list[str]:
         """Give each named weight that the stock model lacks its documented start; returns the other keys.

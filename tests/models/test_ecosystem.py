@@ -310,14 +310,17 @@ def test_a_backend_for_the_softmax_layers_leaves_mhla_alone(family):
 
 
 @VIDEO
-def test_files_say_whose_they_are_and_single_ones_name_the_converter(family, tmp_path):
+def test_files_say_whose_they_are_and_a_single_one_is_read(family, tmp_path):
     """Diffusers drops weights that a class does not know with a log line; the file says whose they are."""
     family.model().save_pretrained(tmp_path)
     stock = type(family.tiny.stock_transformer())
     assert stock.load_config(tmp_path)["_class_name"] == family.ours.__name__
     assert isinstance(family.ours.from_pretrained(tmp_path), stock)
-    with pytest.raises(ValueError, match="mhla convert .* --block-grid 3,5,10"):
-        family.ours.from_single_file("published.pth")
+    file = tmp_path / "diffusion_pytorch_model.safetensors"
+    read = family.ours.from_single_file(file, config=tmp_path)
+    expected = family.ours.from_pretrained(tmp_path).state_dict()
+    assert read.state_dict().keys() == expected.keys()
+    assert all(torch.equal(x, expected[name]) for name, x in read.state_dict().items())
 
 
 @VIDEO
