@@ -338,6 +338,9 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 def _take_weights(module: nn.Module, folder: Path) -> None:
     """Copies an earlier run's weights into a module of the same shape; ValueError naming what does not fit."""
     weights, own = read_weights(folder), module.state_dict()
+    # A tensor with two names, as UMT5's table of words, is stored under one of them.
+    stored = {own[n].data_ptr(): weights[n] for n in own.keys() & weights.keys()}
+    weights |= {n: stored[x.data_ptr()] for n, x in own.items() if n not in weights and x.data_ptr() in stored}
     wrong = [
         n
         for n in sorted(weights.keys() | own.keys())
