@@ -340,7 +340,9 @@ def _take_weights(module: nn.Module, folder: Path) -> None:
     weights, own = read_weights(folder), module.state_dict()
     # A tensor with two names, as UMT5's table of words, is stored under one of them.
     stored = {own[n].data_ptr(): weights[n] for n in own.keys() & weights.keys()}
-    weights |= {n: stored[x.data_ptr()] for n, x in own.items() if n not in weights and x.data_ptr() in stored}
+    weights |= {
+        n: stored[x.data_ptr()] for n, x in own.items() if n not in weights and x.data_ptr() in stored
+    }
     wrong = [
         n
         for n in sorted(weights.keys() | own.keys())

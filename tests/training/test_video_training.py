@@ -218,7 +218,8 @@ def test_a_fresh_wan_with_a_text_encoder_of_its_own(recipe_file, tmp_path, base)
     fresh = 'transformer_class = "MHLAWanTransformer3DModel"\ntrain_text_encoder = true\n'
     path.write_text(text[:convert] + fresh + "\n\n".join(tables) + "\n\n" + text[text.index("[data]") :])
     result = run(path, ["run.steps=2", "sample.every=2", "checkpoint.export_continue=true"])
-    for folder, steps in (("continue", 3), ("pipeline", 1)):  # its table of words has two names, and is stored once
+    # Its table of words has two names, and is stored once.
+    for folder, steps in (("continue", 3), ("pipeline", 1)):
         options = [f"run.init_from={result.out / folder}", f"run.out={tmp_path / folder}", "sample.every=0"]
         assert run(path, [*options, f"run.steps={steps}"]).step == steps
     pipe = mhla_diffusion.load_pipeline(result.pipeline)
