@@ -73,11 +73,13 @@ memcheck: install-dev
 	$(BIN)/python eval/check_memory.py --out eval/results/memcheck_h200.txt
 
 # Diffusers' wheel holds no tests: DIFFUSERS_SRC is a checkout of its repository. Their conftest takes the place of ours.
+# It would also put the checkout's src/ before the installed Diffusers, so the tests are reached from another folder.
 test-diffusers: install-dev
 	@test -f "$(DIFFUSERS_SRC)/tests/conftest.py" || { \
 	  echo "give a checkout of Diffusers: make test-diffusers DIFFUSERS_SRC=path/to/diffusers" >&2; exit 1; }
 	$(PIP) parameterized requests-mock
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH="$(abspath $(DIFFUSERS_SRC)):tests/support" \
+	mkdir -p $(OUT)/diffusers && ln -sfn "$(abspath $(DIFFUSERS_SRC))/tests" $(OUT)/diffusers/tests
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONPATH="$(abspath $(OUT))/diffusers:tests/support" \
 	  $(BIN)/python -m pytest -o addopts="--import-mode=importlib --noconftest" -p tests.conftest \
 	  --numprocesses $(JOBS) --dist worksteal $(wildcard tests/diffusers_mixins/*.py)
 

@@ -72,3 +72,14 @@ def test_the_tracked_files_are_small_and_weights_are_safetensors_only():
     for name, most in (("sana-mhla-emoji", 20), ("wan-mhla-emoji", 10)):
         shipped = sum(size for path, size in sizes.items() if ROOT / "pipelines" / name in path.parents)
         assert shipped <= most * MIB, name
+
+
+def test_diffusers_own_tests_do_not_bring_its_checkout_along(tmp_path):
+    """Their conftest puts the `src` beside its folder first: the checkout's own code would be tested with ours."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "conftest.py").touch()
+    command = ["make", "-n", "test-diffusers", f"DIFFUSERS_SRC={tmp_path}", f"OUT={tmp_path}/out"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    places = re.search(r'PYTHONPATH="([^"]+)"', said)[1].split(":")
+    assert places == [f"{tmp_path}/out/diffusers", "tests/support"]
+    assert f'ln -sfn "{tmp_path}/tests" {tmp_path}/out/diffusers/tests' in said
