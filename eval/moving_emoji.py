@@ -152,6 +152,13 @@ def evaluate(args: argparse.Namespace, listed: dict[str, Prompt]) -> dict:
     return result
 
 
+def seeds_of(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"--seeds {text}: give whole numbers joined by commas, such as 0,1,2")
+    return [int(part) for part in parts]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -173,7 +180,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=0, help="of prompts, for a try")
     args = parser.parse_args()
     try:
-        args.seeds = [int(seed) for seed in str(args.seeds).split(",")]
+        args.seeds = seeds_of(args.seeds)
         if args.list:
             write_list(args.data, args.list)
             return 0

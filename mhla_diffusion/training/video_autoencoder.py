@@ -151,6 +151,18 @@ def spread(
     )
 
 
+def check_clip_size(autoencoder: AutoencoderKLWan, size: tuple[int, int, int]) -> None:
+    """Raise ValueError unless frames are 4 n + 1 in number and both sides multiples of what the stages halve."""
+    config = autoencoder.config
+    multiple = 2 ** (len(config.dim_mult) - 1) * (config.patch_size or 1)
+    frames, *sides = size
+    if frames % 4 != 1 or any(side % multiple for side in sides):
+        raise ValueError(
+            f"size = {list(size)}: frames are a multiple of four and one, height and width multiples of {multiple}; "
+            "write [17, 64, 64] or the like"
+        )
+
+
 def train_video_autoencoder(recipe: AutoencoderRecipe, device: str) -> dict:
     """Trains on clips made on the fly or drawn ahead, stores the latents' mean and spread, saves; returns the figures.
 
@@ -159,6 +171,7 @@ def train_video_autoencoder(recipe: AutoencoderRecipe, device: str) -> dict:
     torch.manual_seed(recipe.seed)
     autoencoder = build(recipe).to(device)
     size = tuple(recipe.size)
+    check_clip_size(autoencoder, size)
 
     def source(split: str) -> MovingEmoji:
         return MovingEmoji(recipe.data, split, seed=recipe.seed, styles=recipe.styles, device=device)

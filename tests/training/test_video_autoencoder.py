@@ -15,6 +15,7 @@ from mhla_diffusion.training.video_autoencoder import (
     Pool,
     as_input,
     build,
+    check_clip_size,
     clip_loss,
     mean_of,
     quality,
@@ -187,3 +188,10 @@ def test_a_fresh_autoencoder_passes_signals_at_their_size():
 def test_a_run_shorter_than_the_warmup(tmp_path):
     options = [*SMALL, f"out={tmp_path}", "steps=2", "warmup=200", "ema_every=2", "pool=3", "batch_size=1"]
     assert run(RECIPE, options, device="cpu")["steps_run"] == 2
+
+
+@pytest.mark.parametrize("size", [(18, 64, 64), (17, 62, 64), (17, 64, 66)])
+def test_sizes_that_no_stage_divides_are_refused_before_anything_is_drawn(size):
+    with pytest.raises(ValueError, match=r"multiples of 4; write \[17, 64, 64\]") as caught:
+        check_clip_size(build(read_table(RECIPE, AutoencoderRecipe)), size)
+    assert "\n" not in str(caught.value)
