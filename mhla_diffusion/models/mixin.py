@@ -132,6 +132,10 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
         """As in Diffusers, by one thread at a time."""
+        if kwargs.get("low_cpu_mem_usage") is False and kwargs.get("device_map") is None:
+            # Stock models load with it. Diffusers refuses it where some weights stay in float32, as the mixing does;
+            # without it the same weights are loaded by another way.
+            del kwargs["low_cpu_mem_usage"]
         with BUILDING:
             return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
 

@@ -272,6 +272,18 @@ def test_a_device_map_never_cuts_a_layer_and_reaches_the_disk(family, tmp_path):
     assert relative(family.run(spread), family.run(ours)) < 1e-6
 
 
+@EACH
+def test_the_slower_way_of_loading_may_be_asked_for_as_of_stock_models(family, tmp_path):
+    ours = stirred(family.model(**family.full))
+    ours.save_pretrained(tmp_path)
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = [
+            family.ours.from_pretrained(tmp_path, torch_dtype=dtype, low_cpu_mem_usage=low).state_dict()
+            for low in (False, True)
+        ]
+        assert all(torch.equal(x, loaded[1][name]) for name, x in loaded[0].items())
+
+
 @torch.no_grad()
 @EACH
 def test_fused_projections_give_the_same_and_are_not_saved(family, tmp_path):
