@@ -109,7 +109,8 @@ def imported(*folders: str) -> set[str]:
                 elif isinstance(node, ast.ImportFrom) and not node.level:
                     names.add(node.module.partition(".")[0])
     # `tests` are those of a checkout of Diffusers, which `make test-diffusers` runs.
-    own = {path.stem for path in (ROOT / "tests" / "support").glob("*.py")} | {"mhla_diffusion", "tests"}
+    programs = (Path(path) for path in tracked_files() if path.startswith("tests/") and path.endswith(".py"))
+    own = {path.stem for path in programs if not path.stem.startswith("test_")} | {"mhla_diffusion", "tests"}
     return {
         canonicalize_name(DISTRIBUTION_OF.get(name, name)) for name in names - own - sys.stdlib_module_names
     }
