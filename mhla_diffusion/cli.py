@@ -115,8 +115,7 @@ def add_generate(commands) -> None:
 def wait_asleep() -> None:
     """Let OpenMP's threads sleep soon while they wait for each other; before torch is loaded, and if nothing is set.
 
-    By default (GNU's library) they spin for milliseconds. Where other programs use the same cores, a picture of the
-    shipped pipeline then takes 13 to 30 s in place of 4; on idle cores, 1.7 s in place of 1.
+    By default (GNU's library) they spin for milliseconds, in which other programs on the same cores cannot run.
     """
     if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")

@@ -6,9 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import (
-    DiTTransformer2DModel,
-)
+from diffusers import DiTTransformer2DModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_dit import CLASSES, EVERYTHING, model, relative, run, stirred, stock_transformer, transformer_inputs

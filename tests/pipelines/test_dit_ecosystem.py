@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
-from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict
+from random_lora import save_random_lora
 from tiny_dit import autoencoder, generator, stirred, stock_pipeline, stock_transformer
 from tiny_dit_pipeline import close, draw, pipeline
 
@@ -42,15 +41,7 @@ def test_two_pipelines_from_shared_components_and_only_the_given_transformer_cha
 
 
 def test_a_lora_is_loaded_switched_fused_and_unloaded(tmp_path):
-    trained = pipeline()
-    trained.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]))
-    with torch.no_grad():
-        for name, parameter in trained.transformer.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(generator=generator(7))
-    MHLADiTPipeline.save_lora_weights(
-        tmp_path, transformer_lora_layers=get_peft_model_state_dict(trained.transformer)
-    )
+    save_random_lora(pipeline(), tmp_path)
     pipe = pipeline()
     before = draw(pipe)
     pipe.load_lora_weights(tmp_path, adapter_name="style")

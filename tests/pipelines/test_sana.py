@@ -9,6 +9,7 @@ from diffusers import DiffusionPipeline, SanaPipeline
 from diffusers.callbacks import PipelineCallback
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
+from random_lora import save_random_lora
 from tiny_sana import components, generator, stock_pipeline, stock_transformer
 
 from mhla_diffusion.models.convert import convert
@@ -212,15 +213,7 @@ def test_resolution_binning_maps_any_size_and_resizes_back():
 
 
 def test_a_lora_is_loaded_switched_and_saved_with_the_stock_methods(tmp_path):
-    trained = pipeline()
-    trained.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"]))
-    with torch.no_grad():
-        for name, parameter in trained.transformer.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(generator=generator(7))
-    MHLASanaPipeline.save_lora_weights(
-        tmp_path, transformer_lora_layers=get_peft_model_state_dict(trained.transformer)
-    )
+    save_random_lora(pipeline(), tmp_path)
     pipe = pipeline()
     before = draw(pipe)
     pipe.load_lora_weights(tmp_path, adapter_name="style")
