@@ -13,6 +13,17 @@ GRIDS = [(4, 4), (3, 5), (6, 4), (7, 3), (8, 8), (5, 6), (9, 7)]
 KINDS = 5  # the first grid as constants; even or ragged, blocks of whole tiles or not; the rest is room for releases
 
 
+def inputs_of(grid: tuple[int, int], device) -> torch.Tensor:
+    """q, k, v of 8 channels, the first one active in every query and key.
+
+    Without it some queries have next to no feature, and their gradient is what is left of terms that cancel after a
+    division by almost nothing: plain float32 torch alone is then up to 5e-5 from float64, here no more than 2e-6.
+    """
+    inputs = torch.randn(3, 1, grid[0] * grid[1], 1, 8, generator=torch.Generator().manual_seed(grid[0]))
+    inputs[:2, ..., 0] = inputs[:2, ..., 0].abs() + 0.5
+    return inputs.to(device)
+
+
 def check(compiled, call, arguments, mixing) -> None:
     """Output and gradients against plain torch, which is not compiled."""
     inputs = [x.requires_grad_() for x in arguments[:3]]
@@ -36,7 +47,7 @@ def test_a_new_resolution_is_no_new_graph(device, backend, dynamic):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, fullgraph=True, backend=counter, dynamic=dynamic)
     for grid in GRIDS:
-        q, k, v = torch.randn(3, 1, grid[0] * grid[1], 1, 8, device=device)
+        q, k, v = inputs_of(grid, device)
         check(compiled, call, (q, k, v, grid), mixing)
     assert counter.frame_count <= KINDS < len(GRIDS)
 
@@ -52,7 +63,7 @@ def test_a_new_table_is_no_new_graph(device, backend):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(call, fullgraph=True, backend=counter, dynamic=True)
     for grid in GRIDS:
-        q, k, v = torch.randn(3, 1, grid[0] * grid[1], 1, 8, device=device)
+        q, k, v = inputs_of(grid, device)
         check(compiled, call, (q, k, v, block_table(grid, (2, 2), device)), mixing)
     assert counter.frame_count <= KINDS < len(GRIDS)
 
