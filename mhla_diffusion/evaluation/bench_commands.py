@@ -37,8 +37,14 @@ def add_model(parts, add_command: Callable) -> None:
     )
     add("--minutes", type=float, default=9.0, help="begin no row after this time (default: %(default)s)")
     add("--seconds", type=float, default=2.0, help="how long each model is timed (default: %(default)s)")
-    add("--compile-mode", default="default", choices=("default", "reduce-overhead", "max-autotune"),
-        help="mode of torch.compile (default: %(default)s)")  # fmt: skip
+    add("--compile-mode", default="default",
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        help="mode in which torch.compile compiles each layer (default: %(default)s)")  # fmt: skip
+    add(
+        "--no-graph",
+        action="store_true",
+        help="image models: compiled forward passes kernel by kernel, not as one CUDA graph's replay",
+    )
     add("--fuse-qkv", action="store_true", help="ours with fused projections in forward passes")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     add("--out", metavar="FILE", help="JSON (default: outputs/image_models.json, of Wan outputs/wan.json)")
@@ -59,6 +65,7 @@ def run_bench_model(args: argparse.Namespace) -> int:
         device=args.device,
         compile_mode=args.compile_mode,
         fuse_qkv=args.fuse_qkv,
+        graph=not args.no_graph,
         profile=args.profile,
         seconds=args.seconds,
     )

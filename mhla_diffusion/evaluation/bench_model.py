@@ -78,6 +78,7 @@ def run(
     device: str = "auto",
     compile_mode: str = "default",
     fuse_qkv: bool = False,
+    graph: bool = True,
     profile: bool = False,
     seconds: float = 2.0,
 ) -> dict:
@@ -88,18 +89,22 @@ def run(
         rows: texts of which a row's name must hold one; none: all rows.
         minutes: no row begins after this time.
         device: "auto", "cuda", "cuda:N", or "cpu", which tries the program on tiny models.
-        compile_mode: `mode` of `torch.compile`.
+        compile_mode: `mode` of `torch.compile`, which compiles each layer; of image models with a graph only one that
+            makes no CUDA graphs of its own.
         fuse_qkv: call `fuse_qkv_projections()` on ours before a forward pass, and `share_embedders()` on a DiT.
+        graph: on a GPU, capture each compiled forward pass of an image model as one CUDA graph and time its replay;
+            the row holds the time without it as well.
         profile: in place of times, say where an eager forward pass spends its time (see `profile_step`).
         seconds: how long a variant is measured.
 
-    Raises ValueError when no row is meant, or when `out` holds rows of another device, version or setting.
+    Raises ValueError when no row is meant, when `out` holds rows of another device, version or setting, or when
+    compile_mode and graph exclude each other.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.device(device)
     dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
-    how = How(where, dtype, compile_mode, fuse_qkv, seconds, time.monotonic() + 60 * minutes)
+    how = How(where, dtype, compile_mode, fuse_qkv, seconds, time.monotonic() + 60 * minutes, graph)
     cases, family = chosen(rows, model), MODELS[kind_of(rows, model)]
     if profile:
         cases = [case for case in cases if case.mode == "eager" and case.direction == "forward"]

@@ -22,6 +22,7 @@ class How(NamedTuple):
     """What holds for all rows of a run.
 
     seconds: how long each model is timed. end: time by the monotonic clock after which nothing is begun.
+    graph: compiled forward passes of image models are captured as CUDA graphs, where there is CUDA.
     """
 
     device: torch.device
@@ -30,11 +31,18 @@ class How(NamedTuple):
     fuse_qkv: bool = False
     seconds: float = 2.0
     end: float = math.inf
+    graph: bool = True
 
     @property
     def tiny(self) -> bool:
         """On a CPU models that are small in every way only try the program out."""
         return self.device.type == "cpu"
+
+
+def compile_layers(model: torch.nn.Module, mode: str) -> None:
+    """As `compile_repeated_blocks`, also for stock DiT, which does not name its layers: one compilation for all."""
+    for layer in model.blocks if hasattr(model, "blocks") else model.transformer_blocks:
+        layer.compile(mode=mode, dynamic=False, fullgraph=True)
 
 
 class Step:
@@ -64,16 +72,16 @@ class Step:
         if compiled == "whole":
             self.model = torch.compile(model, mode=mode, dynamic=False)
         elif compiled == "layers":
-            model.compile_repeated_blocks(mode=mode, dynamic=False, fullgraph=True)
+            compile_layers(model, mode)
         if training:
             fused = next(model.parameters()).is_cuda
             self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
 
-    def __call__(self) -> None:
+    def __call__(self) -> torch.Tensor | None:
+        """The model's sample; None from a training step."""
         if not self.training:
             with torch.no_grad():
-                self.model(**self.inputs)
-            return
+                return self.model(**self.inputs).sample
         kind = self.inputs["hidden_states"].device.type
         with torch.autocast(kind, self.dtype, enabled=self.dtype != torch.float32):
             sample = self.model(**self.inputs).sample
@@ -81,6 +89,7 @@ class Step:
         self.optimizer.step()
         clip_mixings(self.mixings)
         self.optimizer.zero_grad(set_to_none=True)
+        return None
 
 
 def wait(device: torch.device) -> None:

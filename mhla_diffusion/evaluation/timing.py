@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import platform
 import statistics
 import time
@@ -80,17 +81,36 @@ def host_milliseconds(call: Callable[[], object], device: torch.device, repeats:
     return statistics.median(times)
 
 
-def graphed(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph's replay, on the inputs that it was captured with."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = call()
+@functools.cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """One for all captures on a device: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
+def graphed(call: Callable[[], object], device: torch.device | None = None) -> Callable[[], object]:
+    """The call as a CUDA graph's replay, on the inputs that it was captured with.
+
+    A replay gives the tensors of the capture, overwritten: copy what is to outlive the next one. Where capturing
+    fails, that call's error is raised and work goes on on the stream that was the current one.
+
+    Args:
+        call: waits for nothing on the host, and does the same each time.
+        device: the current CUDA device when None.
+    """
+    with torch.cuda.device(device):
+        current = torch.cuda.current_stream()
+        side = _side_stream(torch.cuda.current_device())
+        graph = torch.cuda.CUDAGraph()
+        try:
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for _ in range(3):  # what a first call compiles or chooses does not belong into a graph
+                    call()
+            current.wait_stream(side)
+            with torch.cuda.graph(graph, stream=side):
+                kept = call()
+        finally:
+            torch.cuda.set_stream(current)  # an aborted capture would leave its own
 
     def replay() -> object:
         graph.replay()

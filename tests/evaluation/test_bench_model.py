@@ -40,8 +40,12 @@ def test_a_row_holds_ours_stock_and_the_floor(name, tmp_path, capsys, monkeypatc
     result = run(tmp_path / "models.json", rows=[name], device="cpu", seconds=0.01)
     assert json.loads((tmp_path / "models.json").read_text()) == json.loads(json.dumps(result))
     (row,) = result["rows"]
-    assert set(row) == KEYS and row["name"] == name and row["model"] == "SANA-0.6B" and row["batch"] == 2
+    assert set(row) == KEYS | ({"without_graph_ms"} if name.endswith("compiled") else set())
+    assert row["name"] == name and row["model"] == "SANA-0.6B" and row["batch"] == 2
     assert min(row["ours_ms"], row["stock_ms"], row["floor_ms"]) > 0 and row["peak_gb"] is None
+    assert row.get("without_graph_ms", {}) == (
+        {} if name.endswith("eager") else dict.fromkeys(image_rows.VARIANTS)
+    )
     assert row["in_turns"] and row["host_ms"].keys() == {"ours", "stock", "floor"}
     assert result["versions"]["torch"] == torch.__version__ and result["settings"]["tiny"]
     printed = capsys.readouterr().out
@@ -101,7 +105,7 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path, monkeypatch):
     (row,) = [
         row for row in run(out, rows=[third], device="cpu", seconds=0.01)["rows"] if row["name"] == third
     ]
-    assert row["error"] == "RuntimeError: out of memory" and row["floor_ms"] is None
+    assert row["error"] == "floor: RuntimeError: out of memory" and row["floor_ms"] is None
     monkeypatch.undo()
     again = run(out, rows=[third], device="cpu", seconds=0.01)["rows"][2]
     assert "error" not in again and again["floor_ms"] > 0 and not again["in_turns"]
