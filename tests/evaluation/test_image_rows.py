@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_wan import relative
 
 from mhla_diffusion.cli import main
 from mhla_diffusion.evaluation import image_rows
@@ -144,10 +145,9 @@ def test_a_replay_gives_what_the_step_gives_and_the_row_has_both_times(name, mon
         plain = step()
         replay = graphed(step, device)
         replay().zero_()
-        torch.testing.assert_close(replay(), plain, rtol=0, atol=0)
+        assert relative(replay(), plain) < 1e-3
         inputs["hidden_states"].mul_(-1)  # in place: a replay reads its inputs where they lie
-        torch.testing.assert_close(replay(), step(), rtol=0, atol=0)
-        assert not replay().equal(plain)
+        assert relative(replay(), step()) < 1e-3 < relative(replay(), plain)
     row = new_row(case)
     image_rows.measure(case, row, lambda: None, how)
     assert "error" not in row and row["in_turns"] and row["peak_gb"] > 0 and row["stock_peak_gb"] > 0
