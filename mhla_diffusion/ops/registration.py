@@ -1,8 +1,9 @@
 """The Triton path as `torch.library` custom operators, so that compile, export and autograd see opaque ops.
 
 `mhla_diffusion::mhla_forward` (states form) returns the output and the block states, `mhla_diffusion::mhla_dual`
-(dual form) the output and the denominators; the backward ops reuse them. The "official" denominator is computed in
-plain torch around the kernels: it serves weights trained with it, not speed.
+(dual form) the output and the denominators; the backward ops reuse them. `mhla_forward_output` and `mhla_dual_output`
+return the output alone and have no gradients: without autograd's part in Python such a call takes the host less time.
+The "official" denominator is computed in plain torch around the kernels: it serves weights trained with it, not speed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from .partition import Partition, layout_partition
 from .replay import computed, replayed
 from .rotation import angle_tables
 
-__all__ = ["mhla_backward", "mhla_dual", "mhla_dual_backward", "mhla_forward", "triton_core"]
+__all__ = [
+    "mhla_backward",
+    "mhla_dual",
+    "mhla_dual_backward",
+    "mhla_dual_output",
+    "mhla_forward",
+    "mhla_forward_output",
+    "triton_core",
+]
 
 
 def _part_of(table: Tensor | None, layout: Sequence[int] | None, tokens: int, trusted: bool) -> Partition:
@@ -56,10 +65,28 @@ def _pair(first, second):
     return None if first is None else (first, second)
 
 
-@torch.library.custom_op("mhla_diffusion::mhla_forward", mutates_args=())
-@_on_its_device
-@replayed
-def mhla_forward(
+_LIBRARY = torch.library.Library("mhla_diffusion", "FRAGMENT")
+
+
+def _output_only(name: str, call, fake):
+    """The operator `name` without gradients that returns the first result of `call` alone."""
+
+    @_on_its_device
+    @replayed
+    @functools.wraps(call)
+    def first(*args, **kwargs) -> Tensor:
+        return call(*args, **kwargs)[0]
+
+    arguments, _, _ = torch.library.infer_schema(call, mutates_args=()).partition(" -> ")
+    _LIBRARY.define(f"{name}{arguments} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, first, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"mhla_diffusion::{name}", lambda *args, **kwargs: fake(*args, **kwargs)[0], lib=_LIBRARY
+    )
+    return getattr(torch.ops.mhla_diffusion, name).default
+
+
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, query_table: Tensor | None, key_table: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
     feature_eps: float, denominator_eps: float, divide: bool, trusted: bool, out_dtype: torch.dtype,
@@ -91,8 +118,7 @@ def mhla_forward(
     return out, state
 
 
-@mhla_forward.register_fake
-def _(
+def _fake_forward(
     q, k, v, mixing, query_table, key_table, cos, sin, key_cos, key_sin,
     feature_eps, denominator_eps, divide, trusted, out_dtype, query_layout=None, key_layout=None,
     state_dtype=torch.float32, *fused, **named,
@@ -105,6 +131,13 @@ def _(
     size = dim * v.shape[-1] + (dim if divide else 0)
     out = q.new_empty(batch, tokens, heads, v.shape[-1], dtype=out_dtype)
     return out, q.new_empty(batch, heads, rows, size, dtype=state_dtype)
+
+
+mhla_forward = torch.library.custom_op(
+    "mhla_diffusion::mhla_forward", _on_its_device(replayed(_forward)), mutates_args=()
+)
+mhla_forward.register_fake(_fake_forward)
+mhla_forward_output = _output_only("mhla_forward_output", _forward, _fake_forward)
 
 
 def _transposed(matrix: Tensor) -> Tensor:
@@ -173,10 +206,7 @@ def _backward(ctx, grad, grad_state):
 mhla_forward.register_autograd(_backward, setup_context=_setup_context)
 
 
-@torch.library.custom_op("mhla_diffusion::mhla_dual", mutates_args=())
-@_on_its_device
-@replayed
-def mhla_dual(
+def _dual(
     q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, query_table: Tensor | None, key_table: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
     feature_eps: float, denominator_eps: float, divide: bool, trusted: bool, out_dtype: torch.dtype,
@@ -193,8 +223,7 @@ def mhla_dual(
     )  # fmt: skip
 
 
-@mhla_dual.register_fake
-def _(
+def _fake_dual(
     q, k, v, mixing, query_table, key_table, cos, sin, key_cos, key_sin, feature_eps, denominator_eps, divide, trusted,
     out_dtype, query_layout, key_layout, state_dtype,
 ):  # fmt: skip
@@ -203,6 +232,13 @@ def _(
     blocks, block_size = _sizes_of(query_table, query_layout)
     slots = blocks * block_size if divide else 0
     return out, q.new_empty(batch, heads, slots, dtype=torch.float32)
+
+
+mhla_dual = torch.library.custom_op(
+    "mhla_diffusion::mhla_dual", _on_its_device(replayed(_dual)), mutates_args=()
+)
+mhla_dual.register_fake(_fake_dual)
+mhla_dual_output = _output_only("mhla_dual_output", _dual, _fake_dual)
 
 
 @torch.library.custom_op("mhla_diffusion::mhla_dual_backward", mutates_args=())
@@ -295,13 +331,14 @@ def triton_core(
         query.trusted and key.trusted, torch.float32 if official or (form == "dual" and fused) else out_dtype,
         query.layout, key.layout, summary_dtype,
     )  # fmt: skip
+    learning = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, mixing)])
     if form == "dual":
-        out, _ = mhla_dual(*arguments)
+        out = mhla_dual(*arguments)[0] if learning else mhla_dual_output(*arguments)
         if not fused:
             return out
         after = {name: fused.get(name) for name in ("norm_weight", "gate", "gate_bias", "local")}
         return epilogue(out, norm_eps=fused.get("norm_eps"), **after).to(out_dtype)
-    out, _ = mhla_forward(*arguments, **fused)
+    out = mhla_forward(*arguments, **fused)[0] if learning else mhla_forward_output(*arguments, **fused)
     if not official:
         return out
     with torch.autocast(device_type=q.device.type, enabled=False):

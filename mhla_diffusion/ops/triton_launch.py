@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 import triton
 from triton.compiler.errors import CompilationError
+from triton.runtime import driver
 from triton.runtime.errors import OutOfResources
 
 from . import replay
@@ -57,7 +58,11 @@ def launch(kernel, grid: tuple[int, ...], config, *args, **constants) -> None:
         replay.started(lambda *again: kernel[grid](*again, **options), args)
     else:  # a compiled kernel takes the constants, too, and three sizes of a grid
         constants = [options[name] for name in kernel.arg_names[len(args) :]]
-        replay.started(compiled[(*grid, 1, 1)[:3]], (*args, *constants))
+        replay.started(compiled[(*grid, 1, 1)[:3]], (*args, *constants), _stream)
+
+
+def _stream(device: int) -> int:
+    return driver.active.get_current_stream(device)
 
 
 @functools.cache

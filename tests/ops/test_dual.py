@@ -7,7 +7,13 @@ from mhla_diffusion.mixing import initial_mixing
 from mhla_diffusion.ops import mhla_attention, triton_configs
 from mhla_diffusion.ops.dispatch import dual_obstacle, form_costs
 from mhla_diffusion.ops.partition import grid_partition
-from mhla_diffusion.ops.registration import mhla_dual, mhla_dual_backward, mhla_forward
+from mhla_diffusion.ops.registration import (
+    mhla_dual,
+    mhla_dual_backward,
+    mhla_dual_output,
+    mhla_forward,
+    mhla_forward_output,
+)
 
 pytestmark = pytest.mark.usefixtures("poisoned_buffers")
 
@@ -155,6 +161,9 @@ def test_opcheck(device, grid):
     out, den = mhla_dual(*arguments)
     tensors = [x.detach() for x in (torch.ones_like(out), q, k, v, mixing, out, den)]
     torch.library.opcheck(mhla_dual_backward, (*tensors, None, None, *turns, *options[:4], *options[5:]))
+    alone = (*tensors[1:5], None, None, *turns, *options)
+    torch.library.opcheck(mhla_dual_output, alone)
+    assert torch.equal(mhla_dual_output(*alone), out)
 
 
 def test_opcheck_of_the_fused_steps(device):
@@ -182,3 +191,4 @@ def test_opcheck_of_the_fused_steps(device):
         "gate_bias": 1.0, "norm_weight": torch.ones(8, device=device),
     }  # fmt: skip
     torch.library.opcheck(mhla_forward, arguments, fused)
+    torch.library.opcheck(mhla_forward_output, arguments, fused)

@@ -10,7 +10,7 @@ import torch
 from mhla_diffusion.blocks import block_table
 from mhla_diffusion.mixing import BlockMixing, initial_mixing
 from mhla_diffusion.ops import mhla_attention
-from mhla_diffusion.ops.registration import mhla_backward, mhla_forward
+from mhla_diffusion.ops.registration import mhla_backward, mhla_forward, mhla_forward_output
 
 
 def forward_arguments(device, divide: bool, rope: bool):
@@ -31,6 +31,9 @@ def test_opcheck(device, divide, rope):
     q, k, v, mixing, *rest = arguments
     detached = [x.detach() for x in (torch.ones_like(out), q, k, v, mixing, state)]
     torch.library.opcheck(mhla_backward, (*detached, *rest[:-1]))
+    alone = (*detached[1:5], *rest)
+    torch.library.opcheck(mhla_forward_output, alone)
+    assert torch.equal(mhla_forward_output(*alone), out)
 
 
 def compare_compiled(device, call, inputs, compiler: str, parameter) -> None:

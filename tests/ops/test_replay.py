@@ -3,16 +3,11 @@
 import pytest
 import torch
 
-from mhla_diffusion.ops import mhla_attention, registration, triton_launch
+from mhla_diffusion.ops import mhla_attention, triton_launch
+from mhla_diffusion.ops.replay import forget, kept
 from mhla_diffusion.ops.rotation import GridRope
 from mhla_diffusion.ops.triton_configs import override
 
-OPS = [
-    registration.mhla_forward,
-    registration.mhla_backward,
-    registration.mhla_dual,
-    registration.mhla_dual_backward,
-]
 # name: (grid, block_grid, how the inputs are made, options of the call)
 CALLS = {
     "plain": ((5, 7), (2, 3), {}, {}),
@@ -22,26 +17,14 @@ CALLS = {
     "other keys": ((5, 7), (2, 3), {"key_blocks": (23, 4)}, {}),
     "chunks": ((1201,), (1,), {"batch": 1}, {}),
     "dual": ((8, 8), (2, 2), {}, {"form": "dual"}),
+    "dual, buffers of no size": ((8, 8), (2, 2), {}, {"form": "dual", "normalizer": "none"}),
     "dual, backward by states": ((7, 5), (2, 2), {}, {"form": "dual"}),
 }
 
 
-def plans_of(op) -> dict:
-    """Those of the replayed function behind a custom operator."""
-    call = op._init_fn
-    while not hasattr(call, "plans"):
-        call = call.__wrapped__
-    return call.plans
-
-
-def plans() -> int:
-    return sum(len(plans_of(op)) for op in OPS)
-
-
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    for op in OPS:
-        plans_of(op).clear()
+    forget()
 
 
 def preparing(*args, **constants):
@@ -54,9 +37,9 @@ def test_a_call_on_other_tensors_is_repeated(make_call, monkeypatch, poisoned_bu
     first, second = (make_call(grid, block_grid, 16, seed=seed, **made) for seed in (0, 1))
     with override(replay=False):
         expected = second.run("triton", **options)
-    assert plans() == 0
+    assert kept() == 0
     first.run("triton", **options)
-    assert plans() == 2  # forward and backward
+    assert kept() == 2  # forward and backward
     monkeypatch.setattr(triton_launch, "launch", preparing)
     again = second.run("triton", **options)
     assert all(torch.equal(again[key], expected[key]) for key in expected)
@@ -90,7 +73,7 @@ def test_every_fused_step_is_repeated(device, monkeypatch, poisoned_buffers):
     with override(replay=False):
         expected = mhla_attention(**inputs(1), **options)
     mhla_attention(**inputs(0), **options)
-    assert plans() == 1
+    assert kept() == 1
     monkeypatch.setattr(triton_launch, "launch", preparing)
     assert torch.equal(mhla_attention(**inputs(1), **options), expected)
 
@@ -98,15 +81,15 @@ def test_every_fused_step_is_repeated(device, monkeypatch, poisoned_buffers):
 def test_other_strides_sizes_and_numbers_are_other_calls(make_call):
     call = make_call((6, 6), (2, 2), 16)
     call.run("triton")
-    before = plans()
+    before = kept()
     call.run("triton", feature_eps=1e-3)
-    assert plans() == before + 2
+    assert kept() == before + 2
     make_call((6, 6), (2, 2), 16, batch=1).run("triton")
-    assert plans() == before + 4
+    assert kept() == before + 4
     for name in ("q", "k", "v"):
         call.tensors[name] = call.tensors[name].transpose(1, 2).contiguous().transpose(1, 2)
     call.run("triton")
-    assert plans() == before + 6
+    assert kept() == before + 6
 
 
 @torch.no_grad()
@@ -116,7 +99,7 @@ def test_one_tensor_in_two_places_is_not_taken_for_two(make_call):
     q, k, v = (call.tensors[name] for name in ("q", "k", "v"))
     mhla_attention(q, q, q, **options)
     out = mhla_attention(q, k, v, **options)
-    assert plans() == 2
+    assert kept() == 2
     with override(replay=False):
         assert torch.equal(out, mhla_attention(q, k, v, **options))
 
@@ -135,7 +118,7 @@ def test_what_fails_or_falls_back_is_not_kept(make_call, monkeypatch):
     with monkeypatch.context() as patched, pytest.warns(UserWarning, match="continuing with plain torch"):
         patched.setattr(triton_launch, "launch", never_fits)
         mhla_attention(**options)
-    assert plans() == 0
+    assert kept() == 0
 
 
 @torch.no_grad()
@@ -146,7 +129,7 @@ def test_a_plan_keeps_no_tensor_alive(make_call):
     call = make_call((6, 6), (2, 2), 16, rope=True)
     options = {"backend": "triton", "form": "states", **call.tensors, **call.options}
     mhla_attention(**options)
-    assert plans() == 1
+    assert kept() == 1
     watched = [weakref.ref(x) for x in (*call.tensors.values(), *call.options["rope"])]
     del call, options
     gc.collect()
