@@ -69,7 +69,9 @@ def main() -> None:
     }
     prepare, prepared = triton_launch.launch, []
     made, empty = [], torch.empty
-    torch.empty = lambda *args, **kwargs: made.append(empty(*args, **kwargs)) or made[-1]  # no memory is used twice
+    torch.empty = lambda *args, **kwargs: (
+        made.append(empty(*args, **kwargs)) or made[-1]
+    )  # no memory is used twice
 
     def watched(*args, **constants) -> None:
         prepared.append(args[0])
