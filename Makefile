@@ -56,7 +56,7 @@ demo: install
 
 sheet: install
 	$(BIN)/mhla generate --prompts assets/emoji_prompts.json --seed 0 --out $(OUT)/contact_sheet \
-	  --sheet assets/contact_sheet.png --columns 6
+	  --sheet assets/contact_sheet.webp --columns 6
 
 test: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" --numprocesses $(JOBS) --dist worksteal

@@ -108,7 +108,7 @@ def add_generate(commands) -> None:
     add("--offload", metavar="model|sequential",
         help="keep weights that do not compute off the GPU: whole models or single layers (slowest)")  # fmt: skip
     add("--overwrite", action="store_true", help="draw again what is there already")
-    add("--sheet", metavar="FILE", help="also write a contact sheet (PNG) of all pictures")
+    add("--sheet", metavar="FILE", help="also write a contact sheet of all pictures (.png or .webp)")
     add("--columns", type=int, default=4, help="columns of the contact sheet (default: %(default)s)")
 
 

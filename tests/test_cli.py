@@ -80,7 +80,9 @@ def test_generate_draws_reports_and_goes_on(folder, here, capsys):
     assert sorted(path.name for path in here.iterdir()) == ["outputs", "prompts.txt", "sheet.png"]
     assert len(list((here / "outputs").iterdir())) == 4
     (here / "prompts.txt").write_text("a red apple\na green apple\na whale")
+    line[-1] = "sheet.webp"
     assert main(line) == 0
+    assert (Image.open("sheet.png").format, Image.open("sheet.webp").format) == ("PNG", "WEBP")
     assert capsys.readouterr().out.startswith("1 drawn, 2 there already in outputs")
 
 

@@ -98,7 +98,7 @@ def generate(
         check_writable(Path(sheet).parent, "--sheet")
         if Path(sheet).is_dir() or columns < 1:
             raise ValueError(
-                f"--sheet {sheet} --columns {columns}: give the name of a PNG file and at least 1 column"
+                f"--sheet {sheet} --columns {columns}: give the name of a PNG or WebP file and at least 1 column"
             )
     check_layout(Path(pipeline).expanduser())
     folder = find_pipeline(pipeline)
@@ -210,8 +210,9 @@ def middle(path: Path) -> Image.Image:
 
 
 def write_sheet(path: Path, pictures: Sequence[Path | None], captions: Sequence[str], columns: int) -> None:
-    """Write a contact sheet of pictures or videos on disk; None leaves its square empty."""
+    """Write a contact sheet of pictures or videos on disk, lossy as .webp, else PNG; None leaves its square empty."""
     images = [None if picture is None else middle(picture) for picture in pictures]
     drawn = contact_sheet(images, captions, columns=columns)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda file: drawn.save(file, format="PNG"))
+    kind = {"format": "WEBP", "quality": 90, "method": 6} if path.suffix == ".webp" else {"format": "PNG"}
+    write_atomically(path, lambda file: drawn.save(file, **kind))
