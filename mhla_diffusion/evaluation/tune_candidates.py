@@ -51,6 +51,11 @@ def candidates(kernel: str, dim: int) -> Iterator:
             for tokens, warps, depth in itertools.product((32, 64, 128, 16), (4, 8), (2, 3, 4, 1))
             if tokens * depth <= 256 and not (kernel == "read_out" and tokens < 32)
         )
+        if values < 128:  # below four warps there are no warp-group products, but more programs at once
+            yield from (
+                Config(tokens, values, warps, depth)
+                for tokens, warps, depth in itertools.product((32, 64), (2, 1), (2, 1, 3))
+            )
         if values == 128:  # twice the warps, as many programs: only a limit on their registers allows both
             yield from (Config(tokens, values, 8, depth, 128) for tokens in (32, 64) for depth in (2, 3))
         if kernel == "read_out" and values > 32:
