@@ -209,7 +209,7 @@ def new_row(case: Case) -> dict:
 
 
 def can_be_captured(case: Case) -> bool:
-    return case.mode == "compiled" and case.direction == "forward"
+    return case.mode == "compiled"
 
 
 def captured(case: Case, how: How) -> bool:
@@ -305,7 +305,9 @@ def settings_of(how: How) -> dict:
         "training": "AdamW, float32 weights, autocast to dtype, no gradient checkpointing",
         "compile": f"each layer: torch.compile(mode={how.compile_mode!r}, dynamic=False, fullgraph=True), tokens made "
         "contiguous before the first; the rest eager",
-        "graph": "compiled forward passes: the whole pass is one CUDA graph's replay" if graph else "none",
+        "graph": "compiled rows: the whole pass or training step is one CUDA graph's replay"
+        if graph
+        else "none",
         "without_graph_ms": "the same step issued kernel by kernel, as host_ms and peak memory are measured",
         "ours": f"{FUSED} in forward passes" if how.fuse_qkv else "as converted",
         "block_grids": {f"{case.title} {case.size}": list(case.block_grid) for case in CASES},

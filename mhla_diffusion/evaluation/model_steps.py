@@ -74,8 +74,8 @@ class Step:
         elif compiled == "layers":
             compile_layers(model, mode)
         if training:
-            fused = next(model.parameters()).is_cuda
-            self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=fused)
+            on_gpu = next(model.parameters()).is_cuda
+            self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=on_gpu, capturable=on_gpu)
 
     def __call__(self) -> torch.Tensor | None:
         """The model's sample; None from a training step."""
@@ -83,7 +83,8 @@ class Step:
             with torch.no_grad():
                 return self.model(**self.inputs).sample
         kind = self.inputs["hidden_states"].device.type
-        with torch.autocast(kind, self.dtype, enabled=self.dtype != torch.float32):
+        # Weights are cast once either way; what a cache keeps would belong to a graph's memory.
+        with torch.autocast(kind, self.dtype, enabled=self.dtype != torch.float32, cache_enabled=False):
             sample = self.model(**self.inputs).sample
         sample.float().square().mean().backward()
         self.optimizer.step()

@@ -116,6 +116,7 @@ def graphed(call: Callable[[], object], device: torch.device | None = None) -> C
         graph.replay()
         return kept
 
+    replay.captured = call  # its weights and compiled kernels, which the graph reads, live as long
     return replay
 
 
