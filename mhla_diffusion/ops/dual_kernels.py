@@ -16,6 +16,8 @@ import triton.language as tl
 from .dual_tiles import (
     coefficients,
     feature_gradient,
+    row_dots,
+    row_parts,
     slot_tokens,
     turned_features,
     weigh,
@@ -38,7 +40,7 @@ def dual_forward_kernel(
     KB0: tl.constexpr, KB1: tl.constexpr, KB2: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, TABLE: tl.constexpr, KEY_TABLE: tl.constexpr,
-    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr
+    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr
 ):  # fmt: skip
     """out (B, N, H, Dv), den (B, H, slots), contiguous. Program (batch and head, tile of queries fastest)."""
     q_stride_b, q_stride_n, q_stride_h = q_stride_b * STEP, q_stride_n * STEP, q_stride_h * STEP
@@ -55,7 +57,7 @@ def dual_forward_kernel(
     slot = tile * BM + tl.arange(0, BM)
     token, real, block = slot_tokens(
         slot, query_table_ptr, query_tokens, QM, QN,
-        QG0, QG1, QG2, QB0, QB1, QB2, TABLE,
+        QG0, QG1, QG2, QB0, QB1, QB2, TABLE, BM, WIDE,
     )  # fmt: skip
     q0 = load_part(q_ptr, q_stride_n, token, real, 0, D, BD)
     q0 = turned_features(q0, rope_ptr, token, real, feature_eps, 0, D, BD, ROPE, DOT)
@@ -65,32 +67,37 @@ def dual_forward_kernel(
         q1 = turned_features(q1, rope_ptr, token, real, feature_eps, BD, D, TD, ROPE, DOT)
     if TV:
         out1 = tl.zeros((BM, TV), dtype=tl.float32)
-    den = tl.zeros((BM,), dtype=tl.float32)
+    den = tl.zeros((BM, 4), dtype=tl.float32)
     for start in range(0, KM * KN, BN):
         key, key_real, _ = slot_tokens(
             start + tl.arange(0, BN), key_table_ptr, key_tokens, KM, KN,
-            KG0, KG1, KG2, KB0, KB1, KB2, KEY_TABLE,
+            KG0, KG1, KG2, KB0, KB1, KB2, KEY_TABLE, BN, WIDE,
         )  # fmt: skip
         k0 = load_part(k_ptr, k_stride_n, key, key_real, 0, D, BD)
+        if TD:
+            k1 = load_part(k_ptr, k_stride_n, key, key_real, BD, D, TD)
         v0 = load_part(v_ptr, v_stride_n, key, key_real, 0, DV, BV)
+        if TV:
+            v1 = load_part(v_ptr, v_stride_n, key, key_real, BV, DV, TV)
         weight = coefficients(
             m_ptr, block, real, m_stride_row, start, m_stride_column, key_real, KM, KN, BN, RUN
         )
+        # Both parts are ready before the first product: one barrier for them, and the products follow one another.
         k0 = turned_features(k0, key_rope_ptr, key, key_real, feature_eps, 0, D, BD, ROPE, DOT)
+        if TD:
+            k1 = turned_features(k1, key_rope_ptr, key, key_real, feature_eps, BD, D, TD, ROPE, DOT)
         score = dot(q0, tl.trans(k0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
         if TD:
-            k1 = load_part(k_ptr, k_stride_n, key, key_real, BD, D, TD)
-            k1 = turned_features(k1, key_rope_ptr, key, key_real, feature_eps, BD, D, TD, ROPE, DOT)
             score = dot(q1, tl.trans(k1), score, DOT)
         score = weigh(score, weight, BM, BN, RUN)
         if DIVIDE:
-            den += tl.sum(score, axis=1)
+            den += row_parts(score)
         score = operand(score, DOT)
         out0 = dot(score, v0, out0, DOT)
         if TV:
-            out1 = dot(score, load_part(v_ptr, v_stride_n, key, key_real, BV, DV, TV), out1, DOT)
+            out1 = dot(score, v1, out1, DOT)
     if DIVIDE:
-        den = tl.where(real, den + denominator_eps, 1.0)
+        den = tl.where(real, tl.sum(den, axis=1) + denominator_eps, 1.0)
         tl.store(den_ptr + line.to(tl.int64) * (QM * QN) + slot, den, mask=slot < QM * QN)
         inverse = 1.0 / den
         out0 = out0 * inverse[:, None]
@@ -104,7 +111,8 @@ def dual_forward_kernel(
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def dual_query_kernel(
-    q_ptr, k_ptr, v_ptr, m_ptr, rope_ptr, key_rope_ptr, grad_ptr, out_ptr, den_ptr, delta_ptr, dq_ptr, dm_ptr,
+    q_ptr, k_ptr, v_ptr, m_ptr, rope_ptr, key_rope_ptr, grad_ptr, out_ptr, den_ptr, delta_ptr, inverse_ptr,
+    phi_ptr, dq_ptr, dm_ptr,
     q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
     grad_stride_b, grad_stride_n, grad_stride_h, m_stride_h, m_stride_row, m_stride_column,
     heads, query_tokens, key_tokens, feature_eps,
@@ -114,9 +122,13 @@ def dual_query_kernel(
     KB0: tl.constexpr, KB1: tl.constexpr, KB2: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr, QUERY_RUN: tl.constexpr,
-    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr
+    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr
 ):  # fmt: skip
-    """dq, delta (B, H, slots), and dm summed over runs: dm (B * H, N / QUERY_RUN, Nk / RUN). Even grids only."""
+    """dq, and dm summed over runs: dm (B * H, N / QUERY_RUN, Nk / RUN). Even grids only.
+
+    Leaves phi(q) (B, H, slots, D), delta and 1 / den (B, H, slots) for the other kernel, which would compute them for
+    every tile of keys again.
+    """
     q_stride_b, q_stride_n, q_stride_h = q_stride_b * STEP, q_stride_n * STEP, q_stride_h * STEP
     k_stride_b, k_stride_n, k_stride_h = k_stride_b * STEP, k_stride_n * STEP, k_stride_h * STEP
     v_stride_b, v_stride_n, v_stride_h = v_stride_b * STEP, v_stride_n * STEP, v_stride_h * STEP
@@ -138,33 +150,31 @@ def dual_query_kernel(
     slot = first + tl.arange(0, BM)
     token, real, block = slot_tokens(
         slot, m_ptr, query_tokens, QM, QN,
-        QG0, QG1, QG2, QB0, QB1, QB2, False,
+        QG0, QG1, QG2, QB0, QB1, QB2, False, BM, WIDE,
     )  # fmt: skip
     q0 = load_part(q_ptr, q_stride_n, token, real, 0, D, BD)
     q0 = turned_features(q0, rope_ptr, token, real, feature_eps, 0, D, BD, ROPE, DOT)
-    g0 = load_part(grad_ptr, grad_stride_n, token, real, 0, DV, BV).to(tl.float32)
+    g0 = load_part(grad_ptr, grad_stride_n, token, real, 0, DV, BV)
     dphi0 = tl.zeros((BM, BD), dtype=tl.float32)
+    phi_ptr += line.to(tl.int64) * (QM * QN * D)
+    store_part(q0, phi_ptr, D, slot, real, 0, D, BD)
     if TD:
         q1 = load_part(q_ptr, q_stride_n, token, real, BD, D, TD)
         q1 = turned_features(q1, rope_ptr, token, real, feature_eps, BD, D, TD, ROPE, DOT)
+        store_part(q1, phi_ptr, D, slot, real, BD, D, TD)
         dphi1 = tl.zeros((BM, TD), dtype=tl.float32)
     if TV:
-        g1 = load_part(grad_ptr, grad_stride_n, token, real, BV, DV, TV).to(tl.float32)
+        g1 = load_part(grad_ptr, grad_stride_n, token, real, BV, DV, TV)
     if DIVIDE:
         rows = line.to(tl.int64) * (QM * QN) + slot
         inverse = 1.0 / tl.load(den_ptr + rows, mask=real, other=1.0)
         out_ptr += (batch * query_tokens * heads + head) * DV
-        g0 = g0 * inverse[:, None]
-        delta = tl.sum(g0 * load_part(out_ptr, heads * DV, token, real, 0, DV, BV).to(tl.float32), axis=1)
+        delta = row_dots(g0, load_part(out_ptr, heads * DV, token, real, 0, DV, BV))
         if TV:
-            g1 = g1 * inverse[:, None]
-            delta += tl.sum(
-                g1 * load_part(out_ptr, heads * DV, token, real, BV, DV, TV).to(tl.float32), axis=1
-            )
+            delta += row_dots(g1, load_part(out_ptr, heads * DV, token, real, BV, DV, TV))
+        delta = delta * inverse
         tl.store(delta_ptr + rows, delta, mask=real)
-    g0 = operand(g0, DOT)
-    if TV:
-        g1 = operand(g1, DOT)
+        tl.store(inverse_ptr + rows, inverse, mask=real)
     runs = KM * KN // RUN
     query_runs = QM * QN // QUERY_RUN
     run = first // QUERY_RUN + tl.arange(0, BM // QUERY_RUN)
@@ -172,31 +182,36 @@ def dual_query_kernel(
     for start in range(0, KM * KN, BN):
         key, key_real, _ = slot_tokens(
             start + tl.arange(0, BN), m_ptr, key_tokens, KM, KN,
-            KG0, KG1, KG2, KB0, KB1, KB2, False,
+            KG0, KG1, KG2, KB0, KB1, KB2, False, BN, WIDE,
         )  # fmt: skip
         k0 = load_part(k_ptr, k_stride_n, key, key_real, 0, D, BD)
+        if TD:
+            k1 = load_part(k_ptr, k_stride_n, key, key_real, BD, D, TD)
         v0 = load_part(v_ptr, v_stride_n, key, key_real, 0, DV, BV)
+        if TV:
+            v1 = load_part(v_ptr, v_stride_n, key, key_real, BV, DV, TV)
         weight = coefficients(
             m_ptr, block, real, m_stride_row, start, m_stride_column, key_real, KM, KN, BN, RUN
         )
         k0 = turned_features(k0, key_rope_ptr, key, key_real, feature_eps, 0, D, BD, ROPE, DOT)
-        score = dot(q0, tl.trans(k0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
-        dp = dot(g0, tl.trans(v0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
         if TD:
-            k1 = load_part(k_ptr, k_stride_n, key, key_real, BD, D, TD)
             k1 = turned_features(k1, key_rope_ptr, key, key_real, feature_eps, BD, D, TD, ROPE, DOT)
-            score = dot(q1, tl.trans(k1), score, DOT)
+        dp = dot(g0, tl.trans(v0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
         if TV:
-            dp = dot(g1, tl.trans(load_part(v_ptr, v_stride_n, key, key_real, BV, DV, TV)), dp, DOT)
-        if DIVIDE:
-            dp -= delta[:, None]
+            dp = dot(g1, tl.trans(v1), dp, DOT)
+        score = dot(q0, tl.trans(k0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
+        if TD:
+            score = dot(q1, tl.trans(k1), score, DOT)
+        if DIVIDE:  # after the product, so that the gradient goes into it as it lies in memory
+            dp = dp * inverse[:, None] - delta[:, None]
         ds = operand(weigh(dp, weight, BM, BN, RUN), DOT)
         dphi0 = dot(ds, k0, dphi0, DOT)
         if TD:
             dphi1 = dot(ds, k1, dphi1, DOT)
         # Rows and columns beyond the end fall into runs of their own, which are not stored.
-        dm = tl.sum(tl.reshape(dp * score, (BM, BN // RUN, RUN)), axis=2)
-        dm = tl.sum(tl.reshape(dm, (BM // QUERY_RUN, QUERY_RUN, BN // RUN)), axis=1)
+        dm = tl.reshape(dp * score, (BM // QUERY_RUN, QUERY_RUN, BN // RUN, RUN))
+        dm = tl.reshape(tl.permute(dm, (0, 2, 1, 3)), (BM // QUERY_RUN, BN // RUN, QUERY_RUN * RUN))
+        dm = tl.sum(dm, axis=2)
         column = start // RUN + tl.arange(0, BN // RUN)
         tl.store(
             dm_ptr + run[:, None] * runs + column[None, :],
@@ -213,8 +228,8 @@ def dual_query_kernel(
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SIZES)
 def dual_key_kernel(
-    q_ptr, k_ptr, v_ptr, m_ptr, rope_ptr, key_rope_ptr, grad_ptr, den_ptr, delta_ptr, dk_ptr, dv_ptr,
-    q_stride_b, q_stride_n, q_stride_h, k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
+    phi_ptr, k_ptr, v_ptr, m_ptr, key_rope_ptr, grad_ptr, delta_ptr, inverse_ptr, dk_ptr, dv_ptr,
+    k_stride_b, k_stride_n, k_stride_h, v_stride_b, v_stride_n, v_stride_h,
     grad_stride_b, grad_stride_n, grad_stride_h, m_stride_h, m_stride_row, m_stride_column,
     heads, query_tokens, key_tokens, feature_eps,
     QM: tl.constexpr, QN: tl.constexpr, QG0: tl.constexpr, QG1: tl.constexpr, QG2: tl.constexpr,
@@ -223,10 +238,9 @@ def dual_key_kernel(
     KB0: tl.constexpr, KB1: tl.constexpr, KB2: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, TD: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, QUERY_RUN: tl.constexpr,
-    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr
+    ROPE: tl.constexpr, DIVIDE: tl.constexpr, STEP: tl.constexpr, WIDE: tl.constexpr, DOT: tl.constexpr
 ):  # fmt: skip
     """dk (B, Nk, H, D), dv (B, Nk, H, Dv). Program (batch and head, tile of BM keys fastest), BN queries at a time."""
-    q_stride_b, q_stride_n, q_stride_h = q_stride_b * STEP, q_stride_n * STEP, q_stride_h * STEP
     k_stride_b, k_stride_n, k_stride_h = k_stride_b * STEP, k_stride_n * STEP, k_stride_h * STEP
     v_stride_b, v_stride_n, v_stride_h = v_stride_b * STEP, v_stride_n * STEP, v_stride_h * STEP
     grad_stride_b, grad_stride_n, grad_stride_h = (
@@ -238,14 +252,14 @@ def dual_key_kernel(
     tile = tl.program_id(0) % tl.cdiv(KM * KN, BM)
     batch = (line // heads).to(tl.int64)
     head = (line % heads).to(tl.int64)
-    q_ptr += batch * q_stride_b + head * q_stride_h
+    phi_ptr += line.to(tl.int64) * (QM * QN * D)
     k_ptr += batch * k_stride_b + head * k_stride_h
     v_ptr += batch * v_stride_b + head * v_stride_h
     grad_ptr += batch * grad_stride_b + head * grad_stride_h
     m_ptr += head * m_stride_h
     key, key_real, block = slot_tokens(
         tile * BM + tl.arange(0, BM), m_ptr, key_tokens, KM, KN,
-        KG0, KG1, KG2, KB0, KB1, KB2, False,
+        KG0, KG1, KG2, KB0, KB1, KB2, False, BM, WIDE,
     )  # fmt: skip
     k0 = load_part(k_ptr, k_stride_n, key, key_real, 0, D, BD)
     k0 = turned_features(k0, key_rope_ptr, key, key_real, feature_eps, 0, D, BD, ROPE, DOT)
@@ -263,50 +277,50 @@ def dual_key_kernel(
         slot = start + tl.arange(0, BN)
         token, real, _ = slot_tokens(
             slot, m_ptr, query_tokens, QM, QN,
-            QG0, QG1, QG2, QB0, QB1, QB2, False,
+            QG0, QG1, QG2, QB0, QB1, QB2, False, BN, WIDE,
         )  # fmt: skip
-        q0 = load_part(q_ptr, q_stride_n, token, real, 0, D, BD)
+        q0 = load_part(phi_ptr, D, slot, real, 0, D, BD)
         g0 = load_part(grad_ptr, grad_stride_n, token, real, 0, DV, BV)
+        if TV:
+            g1 = load_part(grad_ptr, grad_stride_n, token, real, BV, DV, TV)
         weight = coefficients(
             m_ptr, block, key_real, m_stride_column, start, m_stride_row, real, QM, QN, BN, QUERY_RUN
         )
-        q0 = turned_features(q0, rope_ptr, token, real, feature_eps, 0, D, BD, ROPE, DOT)
-        score = dot(k0, tl.trans(q0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
         if TD:
-            q1 = load_part(q_ptr, q_stride_n, token, real, BD, D, TD)
-            q1 = turned_features(q1, rope_ptr, token, real, feature_eps, BD, D, TD, ROPE, DOT)
-            score = dot(k1, tl.trans(q1), score, DOT)
-        if TV:
-            g1 = load_part(grad_ptr, grad_stride_n, token, real, BV, DV, TV)
+            q1 = load_part(phi_ptr, D, slot, real, BD, D, TD)
         if DIVIDE:
             rows = line.to(tl.int64) * (QM * QN) + slot
-            inverse = 1.0 / tl.load(den_ptr + rows, mask=real, other=1.0)
             delta = tl.load(delta_ptr + rows, mask=real, other=0.0)
-            g0 = g0.to(tl.float32) * inverse[:, None]
-            if TV:
-                g1 = g1.to(tl.float32) * inverse[:, None]
-        g0 = operand(g0, DOT)
+            inverse = tl.load(inverse_ptr + rows, mask=real, other=0.0)
         dp = dot(v0, tl.trans(g0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
         if TV:
-            g1 = operand(g1, DOT)
             dp = dot(v1, tl.trans(g1), dp, DOT)
-        if DIVIDE:
-            dp -= delta[None, :]
+        score = dot(k0, tl.trans(q0), tl.zeros((BM, BN), dtype=tl.float32), DOT)
+        if TD:
+            score = dot(k1, tl.trans(q1), score, DOT)
+        if DIVIDE:  # after the products, so that the gradient goes into them as it lies in memory
+            dp = dp * inverse[None, :] - delta[None, :]
+            score = score * inverse[None, :]
         p = operand(weigh(score, weight, BM, BN, QUERY_RUN), DOT)
         ds = operand(weigh(dp, weight, BM, BN, QUERY_RUN), DOT)
         dv0 = dot(p, g0, dv0, DOT)
         dphi0 = dot(ds, q0, dphi0, DOT)
+        # A last product that is subtracted, not accumulated, is waited for, and the others with it. With products of
+        # two widths under way into the next step, ptxas 12.8 waits for every single instruction (its note C7514).
         if TV:
-            dv1 = dot(p, g1, dv1, DOT)
+            if TD:
+                dv1 = dot(p, g1, dv1, DOT)
+            else:
+                dv1 -= dot(p, g1, tl.zeros((BM, TV), dtype=tl.float32), DOT)
         if TD:
-            dphi1 = dot(ds, q1, dphi1, DOT)
+            dphi1 -= dot(ds, q1, tl.zeros((BM, TD), dtype=tl.float32), DOT)
     dk_ptr += (batch * key_tokens * heads + head) * D
     dv_ptr += (batch * key_tokens * heads + head) * DV
     dk = feature_gradient(dphi0, k_ptr, k_stride_n, key_rope_ptr, key, key_real, 0, D, BD, ROPE)
     store_part(dk, dk_ptr, heads * D, key, key_real, 0, D, BD)
     store_part(dv0, dv_ptr, heads * DV, key, key_real, 0, DV, BV)
     if TD:
-        dk = feature_gradient(dphi1, k_ptr, k_stride_n, key_rope_ptr, key, key_real, BD, D, TD, ROPE)
+        dk = feature_gradient(-dphi1, k_ptr, k_stride_n, key_rope_ptr, key, key_real, BD, D, TD, ROPE)
         store_part(dk, dk_ptr, heads * D, key, key_real, BD, D, TD)
     if TV:
-        store_part(dv1, dv_ptr, heads * DV, key, key_real, BV, DV, TV)
+        store_part(dv1 if TD else -dv1, dv_ptr, heads * DV, key, key_real, BV, DV, TV)

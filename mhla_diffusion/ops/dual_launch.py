@@ -21,6 +21,7 @@ from .triton_launch import (
 
 __all__ = ["dual_backward", "dual_forward", "has_dual_backward"]
 
+FAR = 2**31  # offsets from here on take 64 bits
 SHORTEST_RUN = 8  # slots that share a coefficient; below, one coefficient is read for each pair of tokens
 
 
@@ -51,18 +52,23 @@ def _angles(rope, x: torch.Tensor) -> torch.Tensor:
 
 
 def _constants(
-    q: torch.Tensor, v: torch.Tensor, query: Partition, key: Partition, rope, divide: bool
+    inputs: tuple[torch.Tensor, ...], query: Partition, key: Partition, rope, divide: bool
 ) -> dict:
+    """inputs: q, k, v, and the output's gradient if it is read."""
+    q, _, v, *_ = inputs
     (bd, td), (bv, tv) = head_parts(q.shape[-1]), head_parts(v.shape[-1])
+    tokens = max([x.shape[1] for x in inputs])
+    row = max([max(x.stride(1), x.shape[2] * x.shape[3]) for x in inputs])  # results are contiguous
     return {
         "D": q.shape[-1], "DV": v.shape[-1], "BD": bd, "TD": td, "BV": bv, "TV": tv,
-        "ROPE": rope is not None, "DIVIDE": divide, "DOT": DOT[q.dtype],
+        "ROPE": rope is not None, "DIVIDE": divide, "DOT": DOT[q.dtype], "WIDE": tokens * row >= FAR,
         **_grid("Q", query), **_grid("K", key),
     }  # fmt: skip
 
 
 def _start(name: str, q: torch.Tensor, value_dim: int, options: tuple, start) -> bool:
-    configs = dual_configs(name, triton_launch._generation(q), dot_bits(q))
+    widest = max(sum(head_parts(q.shape[-1])), sum(head_parts(value_dim)))
+    configs = dual_configs(name, triton_launch._generation(q), dot_bits(q), widest)
     return start_first_fitting(name, q, value_dim, configs, options, start)
 
 
@@ -88,7 +94,7 @@ def dual_forward(
             q, k, v, mixing, *tables, *angles, out, den, *strides,
             *_m_strides(mixing), heads, tokens, k.shape[1], feature_eps, denominator_eps,
             RUN=_run(key, config.BN), TABLE=query.layout is None, KEY_TABLE=key.layout is None,
-            STEP=step, **_constants(q, v, query, key, rope, divide),
+            STEP=step, **_constants((q, k, v), query, key, rope, divide),
         )  # fmt: skip
 
     if not _start(
@@ -119,12 +125,14 @@ def dual_backward(
     grad, q, k, v = unit_stride(grad), unit_stride(q), unit_stride(k), unit_stride(v)
     batch, tokens, heads, _ = q.shape
     dq, dk, dv = (replay.empty(x.shape, x.dtype, x.device) for x in (q, k, v))
-    delta = replay.empty(den.shape, torch.float32, q.device)
+    delta, inverse = (replay.empty(den.shape, torch.float32, q.device) for _ in range(2))
+    operands = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
+    phi = replay.empty((batch, heads, tokens, q.shape[-1]), operands, q.device)  # in block order
     strides, step = strides_of(q, k, v, grad)
     strides = (*strides, *_m_strides(mixing))
     sides = (heads, tokens, k.shape[1], feature_eps)
     angles = _angles(rope, q), _angles(key_rope, k)
-    constants = {"STEP": step, **_constants(q, v, query, key, rope, divide)}
+    constants = {"STEP": step, **_constants((q, k, v, grad), query, key, rope, divide)}
     pieces: list[torch.Tensor] = []
 
     def start_queries(config: DualConfig) -> None:
@@ -133,14 +141,14 @@ def dual_backward(
         pieces[:] = [replay.empty(shape, torch.float32, q.device)]
         triton_launch.launch(
             dual_query_kernel, (ceil_div(tokens, config.BM) * batch * heads,), config,
-            q, k, v, mixing, *angles, grad, out, den, delta, dq, pieces[0], *strides, *sides,
+            q, k, v, mixing, *angles, grad, out, den, delta, inverse, phi, dq, pieces[0], *strides, *sides,
             RUN=run, QUERY_RUN=query_run, **constants,
         )  # fmt: skip
 
     def start_keys(config: DualConfig) -> None:
         triton_launch.launch(
             dual_key_kernel, (ceil_div(k.shape[1], config.BM) * batch * heads,), config,
-            q, k, v, mixing, *angles, grad, den, delta, dk, dv, *strides, *sides,
+            phi, k, v, mixing, angles[1], grad, delta, inverse, dk, dv, *strides[3:], *sides,
             QUERY_RUN=_run(query, config.BN), **constants,
         )  # fmt: skip
 

@@ -17,9 +17,12 @@ from .tiles import features, load_part, operand, rotate, rotation
 def slot_tokens(
     slot, table_ptr, num_tokens, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
     G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, B0: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
-    TABLE: tl.constexpr,
+    TABLE: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(token id, whether it is one, its block) of slots. The grid is compiled in: its divisions become shifts."""
+    """(token id, whether it is one, its block) of TILE slots that start at a multiple of TILE.
+
+    The grid is compiled in: its divisions become shifts. WIDE: offsets of tokens need 64 bits.
+    """
     number = slot.to(tl.uint32)
     block = number // SIZE
     place = number % SIZE
@@ -27,7 +30,8 @@ def slot_tokens(
     if TABLE:
         token = tl.load(table_ptr + slot, mask=real, other=-1)
         real = (token >= 0) & (token < num_tokens)
-        return tl.where(real, token, 0).to(tl.int64), real, block.to(tl.int32)
+        token = tl.where(real, token, 0)
+        return token.to(tl.int64) if WIDE else token.to(tl.int32), real, block.to(tl.int32)
     else:
         last = block % B2
         middle = block // B2 % B1
@@ -36,6 +40,8 @@ def slot_tokens(
             plane = first * (G0 // B0) + place // ((G1 // B1) * (G2 // B2))
             row = middle * (G1 // B1) + place // (G2 // B2) % (G1 // B1)
             column = last * (G2 // B2) + place % (G2 // B2)
+            if BLOCKS * SIZE % TILE == 0:  # tiles are whole: nothing is masked
+                real = tl.full((TILE,), True, tl.int1)
         else:
             low0, low1, low2 = first * G0 // B0, middle * G1 // B1, last * G2 // B2
             size0 = (first + 1) * G0 // B0 - low0
@@ -46,7 +52,8 @@ def slot_tokens(
             row = low1 + place // size2 % size1
             column = low2 + place % size2
         token = ((plane * G1 + row) * G2 + column).to(tl.int32)
-        return tl.where(real, token, 0).to(tl.int64), real, block.to(tl.int32)
+        token = tl.where(real, token, 0)
+        return token.to(tl.int64) if WIDE else token.to(tl.int32), real, block.to(tl.int32)
 
 
 @triton.jit
@@ -91,6 +98,18 @@ def coefficients(
         mask=row_real[:, None] & real[None, :],
         other=0.0,
     )
+
+
+@triton.jit
+def row_parts(scores):
+    """Sums over each row in 4 parts, each of what one thread holds after a matrix product: a loop exchanges nothing."""
+    parts = tl.permute(tl.reshape(scores, (scores.shape[0], scores.shape[1] // 8, 4, 2)), (0, 2, 1, 3))
+    return tl.sum(tl.reshape(parts, (scores.shape[0], 4, scores.shape[1] // 4)), axis=2)
+
+
+@triton.jit
+def row_dots(a, b):
+    return tl.sum(a.to(tl.float32) * b.to(tl.float32), axis=1)
 
 
 @triton.jit

@@ -104,6 +104,9 @@ _BY_KERNEL = {
     ("query_gradients", 9, 16, 128): Config(16, 128, 4, 3),
     ("key_gradients", 9, 16, 128): Config(64, 128, 8, 2, 128),
 }
+# Instead, where one tile holds a block: with two warps twice as many programs run at once. In a loop over tiles, two
+# warps spill.
+_ONE_TILE = {("summarise", 9, 16, 80): Config(64, 64, 2, 2)}
 # Faster with rows to spare than with tiles too short for Hopper's matrix instructions.
 _WHOLE_TILES = {("query_gradients", 9, 16, 80), ("key_gradients", 9, 16, 80)}
 _MIX = {16: MixConfig(64, 256, 32, 4, 3), 32: MixConfig(32, 64, 32, 4, 2)}
@@ -191,8 +194,11 @@ def _launch_configs(
     generation: int, dot_bits: int, padded_dim: int, block_size: int, kernel: str
 ) -> tuple[Config, ...]:
     place = (9 if generation >= 9 or generation == 0 else 8, dot_bits)
-    config: Config | None = _BY_KERNEL.get((kernel, *place, padded_dim), _TABLE[*place, padded(padded_dim)])
-    if (kernel, *place, padded_dim) not in _WHOLE_TILES:
+    key = (kernel, *place, padded_dim)
+    config: Config | None = _BY_KERNEL.get(key, _TABLE[*place, padded(padded_dim)])
+    if key in _ONE_TILE and block_size <= _ONE_TILE[key].BN:
+        config = _ONE_TILE[key]
+    if key not in _WHOLE_TILES:
         config = fitted(config, padded_dim, block_size)
     configs = []
     while config is not None:
@@ -237,18 +243,26 @@ _DUAL = {
     ("dual_query", 8, 32): DualConfig(16, 16, 4, 1),
     ("dual_key", 8, 32): DualConfig(16, 16, 4, 1),
 }
+# Tried first up to a padded head dim of 80; at 128 these spill, and ptxas lets no two products overlap.
+_NARROW_DUAL = {
+    ("dual_query", 9, 16): DualConfig(64, 64, 4, 2, 168),
+    ("dual_key", 9, 16): DualConfig(64, 64, 4, 3),
+}
 
 
-def dual_configs(kernel: str, generation: int, dot_bits: int) -> tuple[DualConfig, ...]:
-    """Configurations of the dual form to try in order."""
+def dual_configs(kernel: str, generation: int, dot_bits: int, padded_dim: int) -> tuple[DualConfig, ...]:
+    """Configurations of the dual form to try in order. Arguments: see `launch_configs`."""
     if kernel in _OVERRIDES:
         return (_OVERRIDES[kernel],)
-    return _dual_configs(kernel, 9 if generation >= 9 or generation == 0 else 8, dot_bits)
+    generation = 9 if generation >= 9 or generation == 0 else 8
+    return _dual_configs(kernel, generation, dot_bits, padded_dim <= 80)
 
 
 @functools.cache
-def _dual_configs(kernel: str, generation: int, dot_bits: int) -> tuple[DualConfig, ...]:
-    configs = [_DUAL[kernel, generation, dot_bits]]
+def _dual_configs(kernel: str, generation: int, dot_bits: int, narrow: bool) -> tuple[DualConfig, ...]:
+    place = kernel, generation, dot_bits
+    configs = [_NARROW_DUAL[place]] if narrow and place in _NARROW_DUAL else []
+    configs.append(_DUAL[place])
     while configs[-1].BM > 16:
         last = configs[-1]
         configs.append(last._replace(BM=last.BM // 2, BN=min(last.BN, last.BM // 2)))

@@ -25,7 +25,7 @@ from mhla_diffusion.ops.machine_code import LostDescriptor, disassembled, lost_d
 from mhla_diffusion.ops.partition import grid_partition, table_partition
 from mhla_diffusion.ops.registration import triton_core
 from mhla_diffusion.ops.rotation import three_axes
-from mhla_diffusion.ops.triton_configs import dual_configs, override
+from mhla_diffusion.ops.triton_configs import dual_configs, head_parts, override
 
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes that one program may take
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -167,11 +167,11 @@ def every_dual_configuration(dims: list[int]) -> None:
     names = ("dual_forward", "dual_query", "dual_key")
     for dtype, dim, side in itertools.product((BFLOAT16, FLOAT16, FLOAT32), dims, (16, 32)):
         count = side * side
-        bits = 16 if dtype == BFLOAT16 else 32
+        bits, width = 16 if dtype == BFLOAT16 else 32, sum(head_parts(dim))
         parts = [grid_partition((side, side), (4, 4), count, torch.device("cpu"))]
         parts += [table_partition("table", block_table((side, side), (4, 4)), count, torch.device("cpu"))]
         for part, normalizer in itertools.product(parts, ("paper", "none")):
-            for chosen in itertools.zip_longest(*(dual_configs(name, 9, bits) for name in names)):
+            for chosen in itertools.zip_longest(*(dual_configs(name, 9, bits, width) for name in names)):
                 q, k, v = (torch.zeros(1, count, 2, dim, dtype=dtype, requires_grad=True) for _ in range(3))
                 with override(**{name: one for name, one in zip(names, chosen, strict=True) if one}):
                     out = triton_core(

@@ -62,6 +62,16 @@ def test_a_table_and_other_blocks_for_the_keys(make_call):
     call.check(call.run("triton", form="dual"), 1e-5)
 
 
+def test_offsets_of_64_bits(make_call, monkeypatch):
+    from mhla_diffusion.ops import dual_launch
+
+    monkeypatch.setattr(dual_launch, "FAR", 0)
+    for grid in ((16,), (5,)):
+        call = make_call(grid, (2,), 8, batch=1)
+        with triton_configs.override(replay=False):
+            call.check(call.run("triton", form="dual"), 1e-5)
+
+
 def test_fused_steps_around_it(make_call):
     call = make_call((3, 5), (2, 2), 8, batch=1, epilogue=True)
     truth = call.run("reference", torch.float64)["out"]

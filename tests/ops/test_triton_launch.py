@@ -9,7 +9,7 @@ from triton.runtime.errors import OutOfResources
 
 from mhla_diffusion.ops import triton_launch
 from mhla_diffusion.ops.machine_code import LostDescriptor
-from mhla_diffusion.ops.triton_configs import launch_configs, override, smaller
+from mhla_diffusion.ops.triton_configs import dual_configs, launch_configs, override, smaller
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +152,22 @@ def test_a_tile_is_not_longer_than_its_block_needs():
     sizes = {size: launch_configs(9, 16, 32, size)[0] for size in (1, 16, 17, 64, 65, 128, 4096)}
     assert [config.BN for config in sizes.values()] == [16, 16, 32, 64, 128, 128, 128]
     assert sizes[16].num_warps < sizes[4096].num_warps == 4
+
+
+def test_two_warps_where_one_tile_holds_a_block():
+    warps = {
+        size: launch_configs(9, 16, 80, size, "summarise")[0].num_warps for size in (16, 36, 64, 65, 256)
+    }
+    assert list(warps.values()) == [2, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize("kernel", ["dual_query", "dual_key"])
+def test_wide_heads_take_what_narrow_ones_give_way_to(kernel):
+    narrow, wide = (dual_configs(kernel, 9, 16, dim) for dim in (80, 96))
+    assert narrow[1:] == wide and narrow[0].BN > wide[0].BN
+    assert all(
+        dual_configs(kernel, *place, 80) == dual_configs(kernel, *place, 96) for place in ((9, 32), (8, 16))
+    )
 
 
 @pytest.mark.gpu
