@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, SanaLinearAttnProcessor2_0
+from model_checks import relative
 
 from mhla_diffusion.attention import (
     GATE_SHIFT,
@@ -26,10 +27,6 @@ def mhla(block_grid=(2, 2), seed=0, **options) -> MHLASanaAttention:
 
 def tokens(*grid, batch=2, seed=1) -> torch.Tensor:
     return torch.randn(batch, grid[0] * grid[1], CHANNELS, generator=torch.Generator().manual_seed(seed))
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 def heads(x: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from model_checks import relative, stirred
 from tiny_sana_video import model
-from tiny_wan import relative, stirred
 
 from mhla_diffusion.sana_video_attention import MHLASanaVideoAttnProcessor
 from mhla_diffusion.wan_attention import MHLAWanAttnProcessor

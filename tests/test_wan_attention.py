@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_wan import EVERYTHING, model, relative, stirred
+from model_checks import relative, stirred
+from tiny_wan import EVERYTHING, model
 
 from mhla_diffusion.ops.partition import grid_partition
 from mhla_diffusion.ops.rotation import angle_tables, exact_dtype, three_axes

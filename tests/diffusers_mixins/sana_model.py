@@ -4,7 +4,8 @@ Its wheel holds no tests: they are taken from a checkout, whose root is on `PYTH
 keep them out of the ordinary run.
 """
 
-import pytest
+import upstream_model_tests
+from diffusers.models.attention_processor import AttnProcessor
 from tests.models.testing_utils import (
     FirstBlockCacheTesterMixin,
     MagCacheTesterMixin,
@@ -13,27 +14,23 @@ from tests.models.testing_utils import (
     TorchCompileTesterMixin,
 )
 from tests.models.transformers import test_models_transformer_sana as upstream
+from upstream_model_tests import CheckpointingOfOurs, NoForeignProcessors, NoUnusedLoRA
 
 from mhla_diffusion.models.sana import MHLASanaTransformer2DModel
 
-OPTIONS = {
-    "num_layers": 2,
-    "mhla_block_grid": (3, 2),
-    "mhla_gate": True,
-    "mhla_local_conv": 3,
-    "mhla_norm_out": True,
-}
+Config = upstream.SanaTransformerTesterConfig
 
 
-class OnOurs:
-    """Comes first among the bases: our class, with everything that it can have."""
-
-    @property
-    def model_class(self):
-        return MHLASanaTransformer2DModel
-
-    def get_init_dict(self) -> dict:
-        return super().get_init_dict() | OPTIONS
+class OnOurs(upstream_model_tests.OnOurs):
+    ours = MHLASanaTransformer2DModel
+    foreign = AttnProcessor
+    options = {
+        "num_layers": 2,
+        "mhla_block_grid": (3, 2),
+        "mhla_gate": True,
+        "mhla_local_conv": 3,
+        "mhla_norm_out": True,
+    }
 
 
 class TestModel(OnOurs, upstream.TestSanaTransformer):
@@ -44,48 +41,33 @@ class TestMemory(OnOurs, upstream.TestSanaTransformerMemory):
     pass
 
 
-class TestTraining(OnOurs, upstream.TestSanaTransformerTraining):
-    def test_gradient_checkpointing_is_applied(self):
-        super(upstream.TestSanaTransformerTraining, self).test_gradient_checkpointing_is_applied(
-            expected_set={"MHLASanaTransformer2DModel"}
-        )
-
-
-class TestAttention(OnOurs, upstream.TestSanaTransformerAttention):
-    def test_attention_processor_dict(self):
-        with pytest.raises(ValueError, match="restore"):  # a foreign processor would take MHLA away
-            super().test_attention_processor_dict()
-
-
-class TestLoRA(OnOurs, upstream.TestSanaTransformerLoRA):
-    def test_logs_info_when_no_lora_keys_found(self):
-        with pytest.raises(ValueError, match="have no place"):  # where Diffusers writes to its log
-            super().test_logs_info_when_no_lora_keys_found()
-
-    def test_lora_missing_keys_warning(self, tmp_path):
-        with pytest.raises(
-            ValueError, match="its other half is missing"
-        ):  # where Diffusers draws it at random
-            super().test_lora_missing_keys_warning(tmp_path)
-
-
-class TestCompile(OnOurs, upstream.SanaTransformerTesterConfig, TorchCompileTesterMixin):
+class TestTraining(OnOurs, CheckpointingOfOurs, upstream.TestSanaTransformerTraining):
     pass
 
 
-class TestFirstBlockCache(OnOurs, upstream.SanaTransformerTesterConfig, FirstBlockCacheTesterMixin):
+class TestAttention(OnOurs, NoForeignProcessors, upstream.TestSanaTransformerAttention):
     pass
 
 
-class TestMagCache(OnOurs, upstream.SanaTransformerTesterConfig, MagCacheTesterMixin):
+class TestLoRA(OnOurs, NoUnusedLoRA, upstream.TestSanaTransformerLoRA):
     pass
 
 
-class TestTaylorSeerCache(OnOurs, upstream.SanaTransformerTesterConfig, TaylorSeerCacheTesterMixin):
+class TestCompile(OnOurs, Config, TorchCompileTesterMixin):
     pass
 
 
-class TestPyramidAttentionBroadcast(
-    OnOurs, upstream.SanaTransformerTesterConfig, PyramidAttentionBroadcastTesterMixin
-):
+class TestFirstBlockCache(OnOurs, Config, FirstBlockCacheTesterMixin):
+    pass
+
+
+class TestMagCache(OnOurs, Config, MagCacheTesterMixin):
+    pass
+
+
+class TestTaylorSeerCache(OnOurs, Config, TaylorSeerCacheTesterMixin):
+    pass
+
+
+class TestPyramidAttentionBroadcast(OnOurs, Config, PyramidAttentionBroadcastTesterMixin):
     pass

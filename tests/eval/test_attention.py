@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tiny_sana
-import tiny_wan
+from model_checks import stirred
 
 from mhla_diffusion.models.sana import MHLASanaTransformer2DModel
 from mhla_diffusion.pipelines.sana import MHLASanaPipeline
@@ -18,7 +18,7 @@ SOFTMAX = {"mhla_layers": [], "mhla_other_layers": "softmax"}
 
 def save(folder, **options):
     transformer = MHLASanaTransformer2DModel(**tiny_sana.TRANSFORMER, **options)
-    MHLASanaPipeline(**tiny_sana.components(tiny_wan.stirred(transformer).eval())).save_pretrained(folder)
+    MHLASanaPipeline(**tiny_sana.components(stirred(transformer).eval())).save_pretrained(folder)
     return folder
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_wan import relative
+from model_checks import relative
 
 from mhla_diffusion.cli import main
 from mhla_diffusion.evaluation import image_rows

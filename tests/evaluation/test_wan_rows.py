@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
-from tiny_wan import model, relative, run, stirred, stock_transformer, transformer_inputs
+from model_checks import relative, stirred
+from tiny_wan import model, run, stock_transformer, transformer_inputs
 from torch.nn.attention import SDPBackend
 from torch.profiler import profile
 

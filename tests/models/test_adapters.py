@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from diffusers import SanaPipeline
+from model_checks import relative
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from safetensors import safe_open
@@ -27,10 +28,6 @@ def base(**options) -> MHLASanaTransformer2DModel:
 def run(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(**transformer_inputs()).sample
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:

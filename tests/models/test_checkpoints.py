@@ -8,6 +8,7 @@ import pytest
 import tiny_sana
 import torch
 from diffusers.models.embeddings import get_2d_sincos_pos_embed
+from model_checks import relative
 from original_keys import to_original, to_ours
 from safetensors.torch import save_file
 
@@ -45,10 +46,6 @@ def state_in(name: str) -> dict[str, torch.Tensor]:
 def run(model, **inputs) -> torch.Tensor:
     with torch.no_grad():
         return model(**inputs).sample
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 def refused(source, out, **options) -> str:

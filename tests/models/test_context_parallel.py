@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from diffusers.models._modeling_parallel import TensorParallelConfig
+from model_checks import relative
 from parallel_wan import CASES
-from tiny_wan import relative
 
 SUPPORT = Path(parallel_wan.__file__).parent
 SHRUNK = pytest.mark.filterwarnings("ignore:the token grid holds only")

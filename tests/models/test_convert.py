@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import SanaPipeline, SanaTransformer2DModel
+from model_checks import relative
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from tiny_sana import stock_pipeline, stock_transformer, transformer_inputs
@@ -18,10 +19,6 @@ TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 def run(model: torch.nn.Module, **inputs) -> torch.Tensor:
     with torch.no_grad():
         return model(**(inputs or transformer_inputs())).sample
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 def storages(model: torch.nn.Module) -> dict[str, int]:

@@ -1,31 +1,17 @@
 """MHLADiTTransformer2DModel: stock where MHLA is off, and what stock lacks where it is on."""
 
-import inspect
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import DiTTransformer2DModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_dit import CLASSES, EVERYTHING, model, relative, run, stirred, stock_transformer, transformer_inputs
+from model_checks import relative, same_weights, stirred
+from tiny_dit import CLASSES, EVERYTHING, model, run, stock_transformer, transformer_inputs
 
-from mhla_diffusion.attention import MHLADiTAttention, SoftmaxDiTAttention
-from mhla_diffusion.mixing import initial_mixing
 from mhla_diffusion.models.convert import convert, restore
 from mhla_diffusion.models.dit import MHLADiTTransformer2DModel
-
-
-def public(config) -> dict:
-    return {name: value for name, value in config.items() if not name.startswith("_")}
-
-
-def test_every_stock_argument_has_the_stock_default():
-    stock = inspect.signature(DiTTransformer2DModel.__init__).parameters
-    ours = inspect.signature(MHLADiTTransformer2DModel.__init__).parameters
-    assert {name: ours[name].default for name in stock} == {name: p.default for name, p in stock.items()}
-    assert {name for name in ours if name not in stock} == {n for n in ours if n.startswith("mhla_")}
 
 
 @torch.no_grad()
@@ -33,38 +19,10 @@ def test_every_stock_argument_has_the_stock_default():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_mhla_it_is_the_stock_model_bit_for_bit(changes, dtype):
     stock, ours = stock_transformer(**changes).to(dtype), model(mhla_layers=[], **changes).to(dtype)
-    assert stock.state_dict().keys() == ours.state_dict().keys()
-    assert all(torch.equal(ours.state_dict()[key], value) for key, value in stock.state_dict().items())
+    assert same_weights(stock, ours)
     for size in ((8, 8), (12, 12)):  # the trained size, and one whose positions are stretched
         inputs = transformer_inputs(size=size, dtype=dtype)
         assert torch.equal(run(stock, **inputs), run(ours, **inputs))
-
-
-def test_the_same_seed_gives_the_same_shared_weights_whatever_the_attention():
-    stock = stock_transformer().state_dict()
-    for options in (EVERYTHING, {"mhla_layers": [0]}, {"mhla_layers": [], "mhla_other_layers": "softmax"}):
-        ours = model(**options).state_dict()
-        assert all(torch.equal(ours[key], value) for key, value in stock.items())
-    after = torch.rand(1)
-    stock_transformer()
-    assert torch.equal(after, torch.rand(1))
-
-
-def test_layers_get_the_attention_they_were_given():
-    hybrid = model(num_layers=3, mhla_layers=[2, 0], mhla_gate=True)
-    kinds = [type(layer.attn1).__name__ for layer in hybrid.transformer_blocks]
-    assert kinds == ["MHLADiTAttention", "Attention", "MHLADiTAttention"]
-    assert hybrid.config.mhla_layers == [0, 2]
-    softmax = model(mhla_layers=[0], mhla_other_layers="softmax", **EVERYTHING)
-    assert type(softmax.transformer_blocks[1].attn1) is SoftmaxDiTAttention
-    new = {key.split(".")[3] for key in softmax.state_dict() if key.startswith("transformer_blocks.1.attn1.")}
-    assert new == {"to_q", "to_k", "to_v", "to_out", "to_gate", "local_conv"}
-
-
-@torch.no_grad()
-def test_softmax_layers_of_ours_equal_the_stock_attention():
-    ours = model(mhla_layers=[], mhla_other_layers="softmax", mhla_gate=True, mhla_local_conv=3)
-    assert relative(run(ours), run(stock_transformer())) < 1e-6
 
 
 @torch.no_grad()
@@ -137,108 +95,6 @@ def test_any_grid_equals_the_reference_and_an_item_its_single_run(rows, columns,
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{}, EVERYTHING, {"mhla_layers": [0], "mhla_other_layers": "softmax"}])
-def test_save_and_load_are_bit_equal(tmp_path, options):
-    ours = stirred(model(**options))
-    ours.save_pretrained(tmp_path, max_shard_size="20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    again = MHLADiTTransformer2DModel.from_pretrained(tmp_path)
-    assert public(again.config) == public(ours.config)
-    assert again.state_dict().keys() == ours.state_dict().keys()
-    assert all(torch.equal(again.state_dict()[key], value) for key, value in ours.state_dict().items())
-    # Into fresh memory: the address of a tensor mapped from a file decides the order of a product's sums.
-    fresh = model(**options)
-    fresh.load_state_dict(again.state_dict())
-    assert torch.equal(run(fresh), run(ours))
-
-
-def test_loading_a_stock_checkpoint_starts_every_new_weight_as_documented(tmp_path):
-    stock_transformer().save_pretrained(tmp_path)
-    for dtype in (torch.float32, torch.bfloat16):
-        ours, info = MHLADiTTransformer2DModel.from_pretrained(
-            tmp_path, torch_dtype=dtype, output_loading_info=True, **EVERYTHING
-        )
-        assert len(info["missing_keys"]) == 2 * 8
-        for layer in ours.transformer_blocks:
-            attention = layer.attn1
-            assert attention.mixing.weight.dtype == torch.float32
-            assert torch.equal(attention.mixing.weight, initial_mixing((4, 4)).expand(2, -1, -1))
-            for module in (attention.to_gate, attention.local_conv):
-                assert all(p.dtype == dtype and not p.any() for p in module.parameters())
-            assert (attention.norm_in.weight == 1).all() and not attention.norm_in.bias.any()
-        assert not any(parameter.is_meta for parameter in ours.parameters())
-        assert run(ours, **transformer_inputs(dtype=dtype)).isfinite().all()
-
-
-def test_the_mixing_stays_in_float32_in_a_half_precision_model(tmp_path):
-    ours = model()
-    with torch.no_grad():
-        expected = run(ours)
-        ours.save_pretrained(tmp_path)
-        half = MHLADiTTransformer2DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
-        assert half.dtype == torch.bfloat16
-        assert {layer.attn1.mixing.weight.dtype for layer in half.transformer_blocks} == {torch.float32}
-        assert relative(run(half, **transformer_inputs(dtype=torch.bfloat16)).float(), expected) < 2e-2
-
-
-def gradients(target: torch.nn.Module, **inputs) -> dict[str, torch.Tensor]:
-    target.zero_grad()
-    torch.manual_seed(1)  # labels are dropped in training
-    run(target, **inputs).square().sum().backward()
-    return {name: p.grad.clone() for name, p in target.named_parameters() if p.grad is not None}
-
-
-def test_checkpointing_gives_the_same_gradients_also_with_a_frozen_base():
-    ours = stirred(model(**EVERYTHING)).train()
-    inputs = transformer_inputs(size=(8, 12))
-    plain = gradients(ours, **inputs)
-    assert plain.keys() == {name for name, _ in ours.named_parameters()}
-    ours.enable_gradient_checkpointing()
-    checkpointed = gradients(ours, **inputs)
-    assert plain.keys() == checkpointed.keys()
-    assert all(torch.equal(checkpointed[name], value) for name, value in plain.items())
-
-    ours.requires_grad_(False)
-    for layer in ours.transformer_blocks:
-        layer.attn1.mixing.requires_grad_(True)
-    frozen = gradients(ours, **inputs)
-    assert set(frozen) == {f"transformer_blocks.{i}.attn1.mixing.weight" for i in range(2)}
-    assert all(relative(value, plain[name]) < 1e-6 for name, value in frozen.items())
-
-
-def test_two_grids_in_flight_under_checkpointing_keep_their_own():
-    ours = stirred(model()).eval()
-    ours.enable_gradient_checkpointing()
-    inputs = [transformer_inputs(size=size) for size in ((8, 8), (4, 12))]
-    sum(run(ours, **each).square().sum() for each in inputs).backward()
-    both = {name: p.grad.clone() for name, p in ours.named_parameters() if p.grad is not None}
-    alone = [gradients(ours, **each) for each in inputs]
-    for name, value in both.items():
-        assert relative(value, alone[0][name] + alone[1][name]) < 1e-5, name
-
-
-def test_compiled_in_one_graph_it_gives_the_same_output_and_gradients():
-    ours = stirred(model(mhla_layers=[0], mhla_other_layers="softmax", mhla_gate=True, mhla_local_conv=3))
-    out, plain = run(ours), gradients(ours)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    assert relative(run(compiled), out) < 1e-6
-    for size in ((8, 12), (12, 6)):  # another size, then a graph for any size
-        inputs = transformer_inputs(size=size)
-        assert relative(run(compiled, **inputs), run(ours, **inputs)) < 1e-6
-    compiled_gradients = gradients(compiled)
-    for name, value in plain.items():
-        assert relative(compiled_gradients[f"_orig_mod.{name}"], value) < 1e-5, name
-
-
-@torch.no_grad()
-def test_regional_compilation_finds_the_layers():
-    ours = stirred(model(mhla_layers=[0]))
-    out = run(ours)
-    ours.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
-    assert relative(run(ours), out) < 1e-6
-
-
-@torch.no_grad()
 def test_shared_embedders_compute_the_same_with_less(tmp_path):
     ours = stirred(model())
     with pytest.raises(ValueError, match="layer 1 embeds in another way"):
@@ -294,28 +150,6 @@ def test_time_frequencies_of_the_original_code_are_an_option(tmp_path):
         restore(ours)
 
 
-@torch.no_grad()
-def test_conversion_shares_every_tensor_and_is_undone_bit_for_bit():
-    stock = stock_transformer(num_layers=3)
-    expected = run(stock)
-    converted = convert(stock, block_grid=(2, 3), layers=[0, 2], gate=True, local_conv=3)
-    assert type(converted) is MHLADiTTransformer2DModel
-    theirs = {name: x.data_ptr() for name, x in stock.state_dict().items()}
-    assert theirs.items() <= {name: x.data_ptr() for name, x in converted.state_dict().items()}.items()
-    kinds = [isinstance(layer.attn1, MHLADiTAttention) for layer in converted.transformer_blocks]
-    assert kinds == [True, False, True]
-    assert relative(run(converted), expected) > 1e-3  # a softmax became linear: it has to be trained again
-    assert torch.equal(run(stock), expected)
-    restored = restore(converted)
-    assert type(restored) is DiTTransformer2DModel and torch.equal(run(restored), expected)
-    assert public(restored.config) == public(stock.config)
-    assert torch.equal(run(convert(stock, layers=[])), expected)
-    converted.set_mhla_backend("reference")
-    reference = run(converted)
-    converted.set_mhla_backend("auto")
-    assert relative(run(converted), reference) < 1e-5
-
-
 @pytest.mark.parametrize("head_dim", [72, 12])
 def test_head_dims_of_xl_and_odd_ones_work(head_dim):
     ours = stirred(model(attention_head_dim=head_dim))
@@ -343,20 +177,7 @@ def test_inputs_that_cannot_work_are_refused_in_one_line(inputs, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mhla_block_grid": 8}, "two positive integers"),
-        ({"mhla_block_grid": [0, 4]}, "two positive integers"),
         ({"mhla_block_grid": [2, 2, 2]}, "two positive integers"),
-        ({"mhla_block_grid": [65, 64]}, "4160 blocks have .* at most 4096 in all"),
-        ({"mhla_layers": [2]}, "from 0 to 1"),
-        ({"mhla_layers": [0, 0]}, "different layer indices"),
-        ({"mhla_normalizer": "Paper"}, "choose one of paper, none, official"),
-        ({"mhla_feature_eps": float("nan")}, "mhla_feature_eps=nan: give a finite number"),
-        ({"mhla_denominator_eps": -1.0}, "mhla_denominator_eps=-1.0: give a finite number"),
-        ({"mhla_mixing_init": "lineal"}, "choose one of linear"),
-        ({"mhla_other_layers": "linear"}, "choose one of stock, softmax"),
-        ({"mhla_gate": "false"}, "mhla_gate='false': give True or False"),
-        ({"mhla_mixing_learnable": 0}, "mhla_mixing_learnable=0: give True or False"),
-        ({"mhla_local_conv": 4}, "odd kernel size"),
         ({"mhla_time_shift": 2}, "choose one of 0, 1"),
         ({"sample_size": 9}, "does not divide into patches of patch_size=2: give a multiple, such as 8"),
     ],

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from model_checks import relative, stirred
 from peft import LoraConfig, inject_adapter_in_model
 from peft.utils import get_peft_model_state_dict
-from tiny_dit import EVERYTHING, model, relative, run, stirred, stock_transformer, transformer_inputs
+from tiny_dit import EVERYTHING, model, run, stock_transformer, transformer_inputs
 
 from mhla_diffusion.models.dit import MHLADiTTransformer2DModel, fetches_itself
 

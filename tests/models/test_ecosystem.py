@@ -1,13 +1,6 @@
 """What Diffusers users do with a transformer works alike on DiT, SANA, SANA-Video and Wan with MHLA."""
 
-from types import ModuleType
-from typing import NamedTuple
-
 import pytest
-import tiny_dit
-import tiny_sana
-import tiny_sana_video
-import tiny_wan
 import torch
 from accelerate import cpu_offload, infer_auto_device_map
 from diffusers import (
@@ -16,81 +9,17 @@ from diffusers import (
     PyramidAttentionBroadcastConfig,
     TaylorSeerCacheConfig,
 )
-from diffusers.models.attention_processor import AttnProcessor2_0, SanaLinearAttnProcessor2_0
-from diffusers.models.transformers.transformer_sana_video import SanaLinearAttnProcessor3_0
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from diffusers.models.attention_processor import AttnProcessor2_0
+from families import DIT, EACH, SANA, SANA_VIDEO, SOFTMAX_BESIDE, VIDEO, WAN, Family
+from model_checks import relative, stirred
 from peft import LoraConfig
-from tiny_wan import relative, stirred
 
-from mhla_diffusion.attention import MHLAAttnProcessor
 from mhla_diffusion.models.adapters import load_adapter, save_adapter
-from mhla_diffusion.models.dit import MHLADiTTransformer2DModel
-from mhla_diffusion.models.sana import MHLASanaTransformer2DModel
-from mhla_diffusion.models.sana_video import MHLASanaVideoTransformer3DModel
-from mhla_diffusion.models.wan import MHLAWanTransformer3DModel
-from mhla_diffusion.sana_video_attention import MHLASanaVideoAttnProcessor
-from mhla_diffusion.wan_attention import MHLAWanAttnProcessor
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 
 
-class Family(NamedTuple):
-    """A model class with its toy sizes; `full` has every option, in a layer 1 that the tests look at."""
-
-    tiny: ModuleType
-    ours: type
-    processor: type
-    foreign: type
-    full: dict
-    attentions: tuple[str, ...] = ("attn1", "attn2")  # of a layer, that a LoRA finds
-
-    @property
-    def layers(self) -> str:
-        return self.ours._layers_in
-
-    def model(self, **options) -> torch.nn.Module:
-        return self.tiny.model(**options)
-
-    def layer(self, model: torch.nn.Module, index: int) -> torch.nn.Module:
-        return getattr(model, self.layers)[index]
-
-    def run(self, model: torch.nn.Module, **inputs) -> torch.Tensor:
-        return self.tiny.run(model, **inputs)
-
-    def on_gpu(self, **options) -> dict[str, torch.Tensor]:
-        return {name: x.to("cuda") for name, x in self.tiny.transformer_inputs(**options).items()}
-
-
-DIT = Family(
-    tiny_dit, MHLADiTTransformer2DModel, MHLAAttnProcessor, AttnProcessor2_0, tiny_dit.EVERYTHING, ("attn1",)
-)
-SANA = Family(
-    tiny_sana,
-    MHLASanaTransformer2DModel,
-    MHLAAttnProcessor,
-    SanaLinearAttnProcessor2_0,
-    {"mhla_layers": [1], **tiny_sana.EVERYTHING},
-)
-WAN = Family(
-    tiny_wan,
-    MHLAWanTransformer3DModel,
-    MHLAWanAttnProcessor,
-    WanAttnProcessor,
-    {"mhla_layers": [1], **tiny_wan.EVERYTHING},
-)
-SANA_VIDEO = Family(
-    tiny_sana_video,
-    MHLASanaVideoTransformer3DModel,
-    MHLASanaVideoAttnProcessor,
-    SanaLinearAttnProcessor3_0,
-    {"mhla_layers": [1], **tiny_sana_video.EVERYTHING},
-)
-EACH = pytest.mark.parametrize(
-    "family", [DIT, SANA, WAN, SANA_VIDEO], ids=["DiT", "SANA", "Wan", "SANA-Video"]
-)
-VIDEO = pytest.mark.parametrize("family", [WAN, SANA_VIDEO], ids=["Wan", "SANA-Video"])
 GROUPS = pytest.mark.parametrize("kind", [{"offload_type": "leaf_level"}, {"num_blocks_per_group": 1}])
-SOFTMAX_BESIDE = {"mhla_layers": [0], "mhla_other_layers": "softmax"}
 
 
 def lora_weights(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -98,8 +27,9 @@ def lora_weights(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 @EACH
-def test_a_lora_can_be_trained_on_every_attention(family):
-    ours = family.model(mhla_layers=[1])
+@pytest.mark.parametrize("layers", [[1], None], ids=["a hybrid", "all layers"])
+def test_a_lora_can_be_trained_on_every_attention(family, layers):
+    ours = family.model(mhla_layers=layers)
     ours.add_adapter(LoraConfig(r=2, target_modules=TARGETS))
     trained = lora_weights(ours)
     assert len(trained) == 2 * len(family.attentions) * 4 * 2  # layers, attentions, projections, A and B
@@ -196,8 +126,9 @@ def test_caches_leave_out_what_they_should(family, named, cache):
 @torch.no_grad()
 @EACH
 @GROUPS
-def test_group_offload_finds_every_weight_where_it_is_used(family, kind):
-    ours = stirred(family.model(**family.full))
+@pytest.mark.parametrize("layers", [[1], None], ids=["a hybrid", "all layers"])
+def test_group_offload_finds_every_weight_where_it_is_used(family, kind, layers):
+    ours = stirred(family.model(**(family.full | {"mhla_layers": layers})))
     expected = family.run(ours)
     cpu = torch.device("cpu")
     ours.enable_group_offload(onload_device=cpu, offload_device=cpu, **kind)
@@ -233,15 +164,16 @@ def test_layerwise_casting_leaves_mixing_norms_and_frequencies_alone(family):
 
 
 @torch.no_grad()
-@VIDEO
-def test_the_mixing_stays_in_float32_in_a_half_precision_model(family, tmp_path):
-    ours = family.model(mhla_layers=[1], mhla_gate=True)
+@EACH
+@pytest.mark.parametrize("options", [{"mhla_layers": [1], "mhla_gate": True}, {}], ids=["a hybrid", "plain"])
+def test_the_mixing_stays_in_float32_in_a_half_precision_model(family, options, tmp_path):
+    ours = family.model(**options)
     expected = family.run(ours)
     ours.save_pretrained(tmp_path)
     for dtype in (torch.bfloat16, torch.float16):
         half = family.ours.from_pretrained(tmp_path, torch_dtype=dtype)
         assert half.dtype == dtype and family.layer(half, 1).attn1.mixing.weight.dtype == torch.float32
-        assert half.rope.frequencies.dtype == torch.float32
+        assert not family.is_video or half.rope.frequencies.dtype == torch.float32
         if family is WAN:
             assert half.blocks[0].scale_shift_table.dtype == torch.float32  # stock keeps it so
         inputs = family.tiny.transformer_inputs(dtype=dtype)
@@ -305,8 +237,9 @@ def test_processors_can_be_listed_and_a_foreign_one_for_all_is_refused(family):
     before = {name: type(processor) for name, processor in ours.attn_processors.items()}
     names = [f"{family.layers}.{i}.{x}.processor" for i in range(2) for x in family.attentions]
     assert sorted(before) == sorted(names)
-    with pytest.raises(ValueError, match="restore"):
-        ours.set_attn_processor(family.foreign())
+    for foreign in (family.foreign, AttnProcessor2_0):
+        with pytest.raises(ValueError, match="restore"):
+            ours.set_attn_processor(foreign())
     assert {name: type(processor) for name, processor in ours.attn_processors.items()} == before
 
 

@@ -10,6 +10,7 @@ from diffusers import (
     TaylorSeerCacheConfig,
     TorchAoConfig,
 )
+from model_checks import relative
 from peft import LoraConfig
 from safetensors import safe_open
 from tiny_sana import stock_transformer, transformer_inputs
@@ -38,10 +39,6 @@ def run(target: torch.nn.Module, seed: int = 0, dtype=torch.float32) -> torch.Te
     inputs = {name: value.to(place) for name, value in transformer_inputs(seed=seed, dtype=dtype).items()}
     with torch.no_grad():
         return target(**inputs).sample
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 def mixings_read(target: MHLASanaTransformer2DModel) -> list[int]:

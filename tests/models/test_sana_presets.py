@@ -4,6 +4,7 @@ import pytest
 import torch
 from diffusers import SanaTransformer2DModel
 from diffusers.pipelines.pixart_alpha.pipeline_pixart_alpha import ASPECT_RATIO_512_BIN, ASPECT_RATIO_1024_BIN
+from model_checks import relative
 from tiny_sana import stock_transformer, transformer_inputs
 
 from mhla_diffusion.models.convert import convert
@@ -25,10 +26,6 @@ GRIDS = {size: [(int(h) // 32, int(w) // 32) for h, w in bins.values()] for size
 
 def count(model: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 @pytest.mark.parametrize("name", SANA_MODELS)
@@ -75,7 +72,7 @@ def test_every_resolution_bin_equals_the_reference(size, block_grid):
     assert len(GRIDS[size]) == 33
     model = convert(stock_transformer(num_layers=1), block_grid=block_grid)
     for grid in GRIDS[size]:
-        inputs = transformer_inputs(batch=1, grid=grid)
+        inputs = transformer_inputs(batch=1, size=grid)
         model.set_mhla_backend("auto")
         out = model(**inputs).sample
         model.set_mhla_backend("reference")
@@ -97,7 +94,7 @@ def test_two_and_four_thousand_pixels_with_their_stretched_positions(size, block
     one_block = convert(stock, block_grid=(1, 1))
     blocks = convert(stock, block_grid=block_grid)
     for grid in ((side, side), (side + side // 4, side - side // 4)):
-        inputs = transformer_inputs(batch=1, grid=grid)
+        inputs = transformer_inputs(batch=1, size=grid)
         expected = stock(**inputs).sample
         assert relative(one_block(**inputs).sample, expected) < 1e-5
         assert 1e-6 < relative(blocks(**inputs).sample, expected) < 1.0
@@ -114,7 +111,7 @@ def test_one_block_equals_stock_for_every_kind(name):
     stock = SanaTransformer2DModel(**(sana_config(name) | narrow)).eval()
     for parameter in stock.parameters():  # norms whose weights are all one would hide a slip
         parameter += 0.05 * torch.rand_like(parameter)
-    inputs = transformer_inputs(grid=(9, 7))
+    inputs = transformer_inputs(size=(9, 7))
     if stock.config.guidance_embeds:
         inputs["guidance"] = torch.tensor([0.45, 0.2])
     expected = stock(**inputs).sample

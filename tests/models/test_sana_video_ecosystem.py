@@ -3,10 +3,10 @@
 import pytest
 import torch
 from diffusers import SanaVideoPipeline
+from model_checks import relative, stirred
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from tiny_sana_video import EVERYTHING, model, run, stock_transformer, transformer_inputs
-from tiny_wan import relative, stirred
 
 from mhla_diffusion.models.convert import convert
 

@@ -7,10 +7,10 @@ import pytest
 import tiny_sana
 import torch
 from diffusers import DiffusionPipeline
+from model_checks import relative, stirred
 from original_keys import to_original, to_ours
 from tiny_sana_video import run, stock_transformer, transformer_inputs
 from tiny_sana_video_pipeline import stock_pipeline
-from tiny_wan import relative, stirred
 
 from mhla_diffusion.cli import main
 from mhla_diffusion.models.checkpoint_layouts import SANA_VIDEO, find_layout

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from diffusers import SanaVideoTransformer3DModel
-from tiny_wan import relative
+from model_checks import relative
 
 from mhla_diffusion.models.convert import convert
 from mhla_diffusion.models.sana_video import MHLASanaVideoTransformer3DModel

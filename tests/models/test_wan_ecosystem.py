@@ -4,10 +4,11 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from diffusers import WanPipeline
+from model_checks import relative, stirred
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import save_file
-from tiny_wan import EVERYTHING, model, relative, run, stirred, stock_transformer, transformer_inputs
+from tiny_wan import EVERYTHING, model, run, stock_transformer, transformer_inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mhla_diffusion.models.adapters import load_adapter

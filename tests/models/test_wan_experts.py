@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
+from model_checks import relative
 from original_wan import stock_wan, wan_state
 from safetensors.torch import save_file
-from tiny_wan import relative, run
+from tiny_wan import run
 
 from mhla_diffusion.loading import load_pipeline
 from mhla_diffusion.models.wan import MHLAWanTransformer3DModel

@@ -5,11 +5,11 @@ import json
 import pytest
 import tiny_wan
 import torch
+from model_checks import relative
 from original_keys import to_original, to_ours
 from original_wan import HEADS, RELEASED, released_attention, released_state, stock_wan, wan_state
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_wan import relative
 
 from mhla_diffusion.loading import load_pipeline
 from mhla_diffusion.models.checkpoint_layouts import LAYOUTS, find_layout

@@ -10,7 +10,8 @@ from diffusers import (
     DiTPipeline,
 )
 from diffusers.callbacks import PipelineCallback
-from tiny_dit import CLASSES, LABELS, components, generator, stirred, stock_pipeline, stock_transformer
+from model_checks import stirred
+from tiny_dit import CLASSES, LABELS, components, generator, stock_pipeline, stock_transformer
 from tiny_dit_pipeline import close, draw, pipeline
 
 from mhla_diffusion import load_pipeline

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
+from model_checks import stirred
 from random_lora import save_random_lora
-from tiny_dit import autoencoder, generator, stirred, stock_pipeline, stock_transformer
+from tiny_dit import autoencoder, generator, stock_pipeline, stock_transformer
 from tiny_dit_pipeline import close, draw, pipeline
 
 from mhla_diffusion.models.convert import convert, restore

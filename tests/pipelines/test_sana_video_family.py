@@ -11,12 +11,12 @@ from diffusers import (
     TaylorSeerCacheConfig,
     UniPCMultistepScheduler,
 )
+from model_checks import stirred
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from PIL import Image
 from tiny_sana_video import EVERYTHING, model, stock_transformer
 from tiny_sana_video_pipeline import components
-from tiny_wan import stirred
 from tiny_wan_pipeline import generator
 
 from mhla_diffusion.loading import load_pipeline

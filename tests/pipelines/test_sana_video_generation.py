@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaImageToVideoPipeline
+from model_checks import stirred
 from tiny_sana_video import model
 from tiny_sana_video_pipeline import stock_pipeline
-from tiny_wan import stirred
 from tiny_wan_pipeline import generator
 
 from mhla_diffusion.cli import main

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import tiny_wan_pipeline
 import torch
+from model_checks import stirred
 from PIL import Image
-from tiny_wan import model, stirred
+from tiny_wan import model
 
 from mhla_diffusion.cli import main
 from mhla_diffusion.pipelines.generation import generate

@@ -6,7 +6,8 @@ import warnings
 import pytest
 import torch
 from diffusers import DiffusionPipeline, UniPCMultistepScheduler, WanPipeline
-from tiny_wan import TEXT_WIDTH, model, stirred, stock_transformer
+from model_checks import stirred
+from tiny_wan import TEXT_WIDTH, model, stock_transformer
 from tiny_wan_pipeline import CHANNELS, components, generator, stock_pipeline
 
 from mhla_diffusion import convert, load_pipeline

@@ -10,9 +10,10 @@ from diffusers import (
     TaylorSeerCacheConfig,
     WanPipeline,
 )
+from model_checks import stirred
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
-from tiny_wan import model, stirred, stock_transformer
+from tiny_wan import model, stock_transformer
 from tiny_wan_pipeline import components, generator
 
 from mhla_diffusion.loading import load_pipeline

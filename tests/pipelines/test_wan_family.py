@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline, ModularPipeline, WanImageToVideoPipeline, WanVideoToVideoPipeline
+from model_checks import stirred
 from PIL import Image
-from tiny_wan import FIRST_LAST_FRAME, IMAGE_TO_VIDEO, model, stirred, stock_transformer
+from tiny_wan import FIRST_LAST_FRAME, IMAGE_TO_VIDEO, model, stock_transformer
 from tiny_wan_pipeline import (
     CHANNELS,
     components,

@@ -6,8 +6,9 @@ They are written from those codes' module names, without the package's own rules
 import torch
 import torch.nn.functional as F
 from diffusers import WanTransformer3DModel
+from model_checks import stirred
 from original_layouts import linear
-from tiny_wan import stirred, stock_transformer
+from tiny_wan import stock_transformer
 
 HEADS = {"num_attention_heads": 2, "attention_head_dim": 12}
 GRID = (3, 5, 10)  # the released layout

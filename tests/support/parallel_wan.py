@@ -14,6 +14,7 @@ import tiny_wan_pipeline
 import torch
 import torch.distributed as dist
 from diffusers import ContextParallelConfig
+from model_checks import stirred
 
 from mhla_diffusion.pipelines.wan import MHLAWanPipeline
 
@@ -67,7 +68,7 @@ def cases_of(ranks: int) -> dict[str, Case]:
 
 
 def model_of(case: Case) -> torch.nn.Module:
-    model = tiny_wan.stirred(tiny_wan.model(**case.options))
+    model = stirred(tiny_wan.model(**case.options))
     model.set_mhla_backend(case.backend)
     return model
 
@@ -118,7 +119,7 @@ def video_of(pipe) -> torch.Tensor:
 
 
 def pipeline() -> MHLAWanPipeline:
-    transformer = tiny_wan.stirred(tiny_wan.model(**EVERYTHING))
+    transformer = stirred(tiny_wan.model(**EVERYTHING))
     pipe = MHLAWanPipeline(**tiny_wan_pipeline.components(transformer))
     pipe.set_progress_bar_config(disable=True)
     return pipe

@@ -49,21 +49,8 @@ def model(seed: int = 0, **options) -> MHLADiTTransformer2DModel:
     return MHLADiTTransformer2DModel(**({"mhla_block_grid": (2, 2)} | TRANSFORMER | options)).eval()
 
 
-def stirred(target: torch.nn.Module, seed: int = 5) -> torch.nn.Module:
-    """The same module with every weight moved off its start, so that no part is neutral."""
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in target.parameters():
-            parameter += 0.05 * torch.rand(parameter.shape, generator=draw)
-    return target
-
-
 def run(target: torch.nn.Module, **inputs) -> torch.Tensor:
     return target(**(inputs or transformer_inputs())).sample
-
-
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    return ((a - b).norm() / b.norm()).item()
 
 
 def autoencoder() -> AutoencoderKL:

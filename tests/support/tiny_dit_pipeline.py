@@ -2,7 +2,8 @@
 
 import torch
 from diffusers import DiffusionPipeline
-from tiny_dit import LABELS, components, generator, stirred, stock_transformer
+from model_checks import stirred
+from tiny_dit import LABELS, components, generator, stock_transformer
 
 from mhla_diffusion.models.convert import convert
 from mhla_diffusion.pipelines.dit import MHLADiTPipeline

@@ -31,14 +31,14 @@ def stock_transformer(seed: int = 0, **changes) -> SanaTransformer2DModel:
 
 
 def transformer_inputs(
-    batch: int = 2, grid: tuple[int, int] = (8, 8), seed: int = 0, dtype=torch.float32
+    batch: int = 2, size: tuple[int, int] = (8, 8), seed: int = 0, dtype=torch.float32
 ) -> dict:
     """Arguments of one forward pass: latents, captions with one padded token, timesteps."""
     draw = torch.Generator().manual_seed(seed)
     mask = torch.ones(batch, 5)
     mask[:, -1] = 0
     return {
-        "hidden_states": torch.randn(batch, 4, *grid, generator=draw).to(dtype),
+        "hidden_states": torch.randn(batch, 4, *size, generator=draw).to(dtype),
         "encoder_hidden_states": torch.randn(batch, 5, TEXT_WIDTH, generator=draw).to(dtype),
         "timestep": torch.linspace(20.0, 900.0, batch),
         "encoder_attention_mask": mask,

@@ -3,8 +3,8 @@
 import tiny_sana
 import torch
 from diffusers import DPMSolverMultistepScheduler, SanaVideoPipeline
+from model_checks import stirred
 from tiny_sana_video import model, stock_transformer
-from tiny_wan import stirred
 from tiny_wan_pipeline import autoencoder
 
 

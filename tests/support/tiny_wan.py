@@ -67,15 +67,6 @@ def image_inputs(frames: int = 1, **options) -> dict:
     return inputs
 
 
-def stirred(target: torch.nn.Module, seed: int = 5) -> torch.nn.Module:
-    """The same module with every weight moved off its start, so that no part is neutral."""
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in target.parameters():
-            parameter += 0.05 * torch.rand(parameter.shape, generator=draw).to(parameter.device)
-    return target
-
-
 def run(target: torch.nn.Module, **inputs) -> torch.Tensor:
     return target(**(inputs or transformer_inputs())).sample
 

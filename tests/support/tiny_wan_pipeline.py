@@ -2,8 +2,9 @@
 
 import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
+from model_checks import stirred
 from tiny_sana import tokenizer
-from tiny_wan import IMAGE_WIDTH, TEXT_WIDTH, model, stirred, stock_transformer
+from tiny_wan import IMAGE_WIDTH, TEXT_WIDTH, model, stock_transformer
 from transformers import (
     CLIPImageProcessor,
     CLIPVisionConfig,

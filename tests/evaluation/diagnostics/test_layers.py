@@ -7,6 +7,7 @@ import tiny_sana_video
 import tiny_wan
 import torch
 import torch.nn.functional as F
+from model_checks import stirred
 
 from mhla_diffusion.evaluation.diagnostics.layers import attention_layers, layer_attention
 from mhla_diffusion.models.dit import MHLADiTTransformer2DModel
@@ -65,7 +66,7 @@ CASES = {
 def _case(request):
     build, inputs, kind = CASES[request.param]
     torch.manual_seed(0)
-    return tiny_wan.stirred(build()).eval(), inputs(), kind
+    return stirred(build()).eval(), inputs(), kind
 
 
 def test_a_layers_matrices_give_its_output(case):

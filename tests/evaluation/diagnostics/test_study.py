@@ -6,10 +6,10 @@ import pytest
 import tiny_dit
 import tiny_sana
 import tiny_sana_video_pipeline
-import tiny_wan
 import tiny_wan_pipeline
 import torch
 from diffusers import SanaVideoPipeline
+from model_checks import stirred
 from PIL import Image
 
 from mhla_diffusion.cli import main
@@ -35,7 +35,7 @@ from mhla_diffusion.pipelines.wan import MHLAWanPipeline
 
 def sana_folder(path, **options):
     transformer = MHLASanaTransformer2DModel(**tiny_sana.TRANSFORMER, mhla_block_grid=(2, 2), **options)
-    MHLASanaPipeline(**tiny_sana.components(tiny_wan.stirred(transformer).eval())).save_pretrained(path)
+    MHLASanaPipeline(**tiny_sana.components(stirred(transformer).eval())).save_pretrained(path)
     return path
 
 
@@ -80,7 +80,7 @@ def sana_video_folder(path):
 
 def dit_folder(path):
     transformer = MHLADiTTransformer2DModel(**tiny_dit.TRANSFORMER, mhla_block_grid=(2, 2))
-    MHLADiTPipeline(**tiny_dit.components(tiny_wan.stirred(transformer).eval())).save_pretrained(path)
+    MHLADiTPipeline(**tiny_dit.components(stirred(transformer).eval())).save_pretrained(path)
     return path
 
 
