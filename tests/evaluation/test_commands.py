@@ -54,16 +54,16 @@ def folders(tmp_path):
     return tmp_path
 
 
+def run_of(
+    folders, *, protocol: str = "smoke", samples: str = "samples", reference: str | None = "real"
+) -> list[str]:
+    """The command that scores one of the folders, up to its other options."""
+    command = ["eval", "run", protocol, "--samples", str(folders / samples)]
+    return command + (["--reference", str(folders / reference)] if reference else [])
+
+
 def test_a_run_writes_all_it_was_made_with(folders, capsys):
-    command = [
-        "eval",
-        "run",
-        "smoke",
-        "--samples",
-        str(folders / "samples"),
-        "--reference",
-        str(folders / "real"),
-    ]
+    command = run_of(folders)
     assert main([*command, "--out", str(folders / "a.json"), "--floor", "--batch-size", "4"]) == 0
     out, err = capsys.readouterr()
     assert "FD" in out and "FID" not in out and "floor" in out and "too few for a covariance" in err
@@ -81,15 +81,7 @@ def test_a_run_writes_all_it_was_made_with(folders, capsys):
 def test_statistics_take_the_place_of_pictures(folders, capsys):
     real, file = str(folders / "real"), str(folders / "real.npz")
     assert main(["eval", "stats", real, file, "--protocol", "smoke"]) == 0
-    command = [
-        "eval",
-        "run",
-        "smoke",
-        "--samples",
-        str(folders / "samples"),
-        "--out",
-        str(folders / "a.json"),
-    ]
+    command = [*run_of(folders, reference=None), "--out", str(folders / "a.json")]
     assert main([*command, "--reference", real, "--metrics", "fd"]) == 0
     direct = json.loads((folders / "a.json").read_text())["values"]["fd"]["value"]
     assert main([*command, "--reference", file]) == 0
@@ -113,75 +105,34 @@ def test_statistics_take_the_place_of_pictures(folders, capsys):
     assert "arr_0" not in found["inputs"]["reference"] and found["inputs"]["reference"]["pictures"] == 9
 
 
+SMOKE = "run smoke --samples SAMPLES --reference REAL"
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [
-        (["run", "smok", "--samples", "SAMPLES", "--reference", "REAL"], 2, "did you mean smoke?"),
-        (
-            ["run", "smoke", "--samples", "SAMPLES", "--reference", "SAMPLES"],
-            2,
-            "both the samples and the reference",
-        ),
-        (["run", "smoke", "--samples", "SAMPLES", "--reference", "absent"], 2, "there is no absent"),
-        (
-            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--limit", "1"],
-            2,
-            "at least 2 images",
-        ),
-        (
-            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--batch-size", "0"],
-            2,
-            "--batch-size 0",
-        ),
-        (
-            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--metrics", "sfd"],
-            2,
-            "has no 'sfd'",
-        ),
-        (
-            ["run", "smoke", "--samples", "S", "--reference", "R", "--metrics", "clip"],
-            2,
-            "invalid choice: 'clip'",
-        ),
-        (
-            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--weights", "a=b"],
-            2,
-            "no weights 'a'",
-        ),
-        (
-            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--weights", "a"],
-            2,
-            "is not NAME=PATH",
-        ),
-        (
-            ["run", "fd_dinov2", "--samples", "SAMPLES", "--reference", "REAL"],
-            3,
-            "no weights 'dinov2'; searched",
-        ),
-        (["run", "fid_adm_full", "--samples", "SAMPLES", "--reference", "REAL"], 3, "needs the classifier"),
-        (["stats", "REAL", "out.txt"], 2, "must end with .npz"),
-        (
-            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--device", "cuda:99"],
-            2,
-            "device cuda:99 is not there",
-        ),
-        (
-            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--device", "tpu0"],
-            2,
-            "unknown device 'tpu0'",
-        ),
-        (
-            ["run", "smoke", "--samples", "SAMPLES", "--reference", "REAL", "--out", "/proc/x/y.json"],
-            2,
-            "give another folder with --out",
-        ),
-        (["stats", "REAL", "/proc/x/y.npz", "--protocol", "smoke"], 2, "cannot write into /proc/x"),
-        (["stats", "REAL", "out.npz", "--protocol", "cmmd"], 2, "compares no means"),
+        ("run smok --samples SAMPLES --reference REAL", 2, "did you mean smoke?"),
+        ("run smoke --samples SAMPLES --reference SAMPLES", 2, "both the samples and the reference"),
+        ("run smoke --samples SAMPLES --reference absent", 2, "there is no absent"),
+        (f"{SMOKE} --limit 1", 2, "at least 2 images"),
+        (f"{SMOKE} --batch-size 0", 2, "--batch-size 0"),
+        (f"{SMOKE} --metrics sfd", 2, "has no 'sfd'"),
+        ("run smoke --samples S --reference R --metrics clip", 2, "invalid choice: 'clip'"),
+        (f"{SMOKE} --weights a=b", 2, "no weights 'a'"),
+        (f"{SMOKE} --weights a", 2, "is not NAME=PATH"),
+        ("run fd_dinov2 --samples SAMPLES --reference REAL", 3, "no weights 'dinov2'; searched"),
+        ("run fid_adm_full --samples SAMPLES --reference REAL", 3, "needs the classifier"),
+        ("stats REAL out.txt", 2, "must end with .npz"),
+        (f"{SMOKE} --device cuda:99", 2, "device cuda:99 is not there"),
+        (f"{SMOKE} --device tpu0", 2, "unknown device 'tpu0'"),
+        (f"{SMOKE} --out /proc/x/y.json", 2, "give another folder with --out"),
+        ("stats REAL /proc/x/y.npz --protocol smoke", 2, "cannot write into /proc/x"),
+        ("stats REAL out.npz --protocol cmmd", 2, "compares no means"),
     ],
 )
 def test_a_mistake_is_one_line(folders, capsys, words, status, message):
     places = {"SAMPLES": str(folders / "samples"), "REAL": str(folders / "real")}
-    assert main(["eval", *(places.get(word, word) for word in words)]) == status
+    assert main(["eval", *(places.get(word, word) for word in words.split())]) == status
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
 
@@ -224,9 +175,9 @@ def test_missing_weights_are_named_before_torch_is_imported(folders):
 def test_pictures_that_are_all_black_are_doubted(folders, capsys):
     """Case: floats in [0, 1] were cast to bytes."""
     np.savez(folders / "cast.npz", arr_0=(pattern(9).permute(0, 2, 3, 1) > 127).to(torch.uint8).numpy())
-    line = ["eval", "run", "smoke", "--samples", str(folders / "cast.npz"), "--out", str(folders / "a.json")]
+    line = [*run_of(folders, samples="cast.npz"), "--out", str(folders / "a.json")]
     with pytest.warns(UserWarning, match="no uint8 value is above 1"):
-        assert main([*line, "--reference", str(folders / "real")]) == 0
+        assert main(line) == 0
     assert "every picture is black, as of floats" in capsys.readouterr().err
     found = json.loads((folders / "a.json").read_text())["warnings"]
     assert len([note for note in found if "cast.npz is above 1" in note]) == 1
@@ -246,25 +197,8 @@ def test_what_is_missing_can_be_left_out(folders, capsys):
     save_file(
         {name: value for name, value in network.items() if "fc" not in name}, folders / "part.safetensors"
     )
-    base = [
-        "eval",
-        "run",
-        "fid_adm_full",
-        "--samples",
-        str(folders / "samples"),
-        "--reference",
-        str(folders / "real"),
-    ]
-    base += [
-        "--out",
-        str(folders / "a.json"),
-        "--metrics",
-        "kid",
-        "inception_score",
-        "--limit",
-        "4",
-        "--weights",
-    ]
+    base = [*run_of(folders, protocol="fid_adm_full"), "--out", str(folders / "a.json")]
+    base += ["--metrics", "kid", "inception_score", "--limit", "4", "--weights"]
     part = [*base, f"inception={folders / 'part.safetensors'}"]
     assert main(part) == 3
     assert "The other 1 metrics of fid_adm_full can run: add --skip-missing" in capsys.readouterr().err

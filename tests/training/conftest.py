@@ -14,7 +14,7 @@ from mhla_diffusion.training.tokenizer import train_tokenizer
 
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (40, 60, 220), "grey": (120, 120, 120)}
 
-RECIPE = """
+RUN = """
 [run]
 name = "toy"
 seed = 3
@@ -27,6 +27,10 @@ out = "{out}"
 
 [model]
 base = "{base}"
+"""
+RECIPE = (
+    RUN
+    + """\
 train_text_encoder = true
 
 [model.transformer]
@@ -74,6 +78,7 @@ weight_decay = 0.01
 [checkpoint]
 every = 3
 """
+)
 
 
 def write_picture(path, colour, size=(32, 32), seed=0):
@@ -128,33 +133,26 @@ def pictures(tmp_path_factory):
 
 
 @pytest.fixture
-def recipe_file(tmp_path, base, pictures):
-    """Writes the toy recipe; `recipe_file("name")` gives one whose run lands in tmp_path/name."""
+def write_recipe(tmp_path):
+    """`write_recipe(text, "name", base=FOLDER, ...)`: a recipe whose run lands in tmp_path/name."""
 
-    def write(name="toy", data=None):
-        text = RECIPE.format(
-            out=tmp_path / name, base=base, pictures=data or pictures, cache=tmp_path / "cache"
-        )
+    def write(text, name, **places):
         path = tmp_path / f"{name}.toml"
-        path.write_text(text)
+        path.write_text(text.format(out=tmp_path / name, cache=tmp_path / "cache", **places))
         return path
 
     return write
 
 
-CLASS_RECIPE = """
-[run]
-name = "toy"
-seed = 3
-steps = 6
-batch_size = 4
-log_every = 2
-device = "cpu"
-tracker = "none"
-out = "{out}"
+@pytest.fixture
+def recipe_file(write_recipe, base, pictures):
+    """`recipe_file("name")` writes the toy recipe."""
+    return lambda name="toy", data=None: write_recipe(RECIPE, name, base=base, pictures=data or pictures)
 
-[model]
-base = "{base}"
+
+CLASS_RECIPE = (
+    RUN
+    + """\
 transformer_class = "MHLADiTTransformer2DModel"
 
 [model.transformer]
@@ -180,6 +178,7 @@ warmup = 2
 [checkpoint]
 every = 3
 """
+)
 
 
 @pytest.fixture(scope="session")
@@ -193,15 +192,9 @@ def class_folders(tmp_path_factory):
 
 
 @pytest.fixture
-def class_recipe(tmp_path, base, class_folders):
+def class_recipe(write_recipe, base, class_folders):
     def write(name="toy", data=None, text=CLASS_RECIPE):
-        path = tmp_path / f"{name}.toml"
-        path.write_text(
-            text.format(
-                out=tmp_path / name, base=base, pictures=data or class_folders, cache=tmp_path / "cache"
-            )
-        )
-        return path
+        return write_recipe(text, name, base=base, pictures=data or class_folders)
 
     return write
 

@@ -89,15 +89,8 @@ def videos(tmp_path_factory):
 
 
 @pytest.fixture
-def recipe_file(tmp_path, base, videos):
-    def write(name="toy"):
-        path = tmp_path / f"{name}.toml"
-        path.write_text(
-            RECIPE.format(out=tmp_path / name, base=base, videos=videos, cache=tmp_path / "cache")
-        )
-        return path
-
-    return write
+def recipe_file(write_recipe, base, videos):
+    return lambda name="toy": write_recipe(RECIPE, name, base=base, videos=videos)
 
 
 def state_of(out, step):

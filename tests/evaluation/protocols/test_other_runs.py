@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import tiny_sana
-import tiny_wan
+from model_checks import stirred
 from protocol_files import protocol, result
 
 from mhla_diffusion.cli import main
@@ -20,7 +20,18 @@ def nothing_around(monkeypatch):
     monkeypatch.delenv("MHLA_PROTOCOLS", raising=False)
 
 
-WHALE = {"prompt": "a whale", "seed": 0, "dimensions": ["scene"]}
+def run_of(folder) -> list[str]:
+    """The command up to the protocol's file, with samples and results in the folder."""
+    return ["eval", "run", "--samples", str(folder / "samples"), "--out", str(folder / "out"), "--protocol"]
+
+
+def plan_of(folder, count: int) -> str:
+    """A plan that wants so many videos."""
+    whale = {"prompt": "a whale", "seed": 0, "dimensions": ["scene"]}
+    videos = [{"file": f"a whale-{i}.mp4"} | whale for i in range(count)]
+    plan = {"schema_version": 1, "warnings": [], "settings": {}, "videos": videos}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return str(folder / "plan.json")
 
 
 def test_videos_and_the_results_of_vbench(tmp_path, capsys):
@@ -34,7 +45,7 @@ def test_videos_and_the_results_of_vbench(tmp_path, capsys):
         "samples: {kind: videos, least: 1}\nparts:\n- {scorer: vbench_flicker}\n"
         "- {scorer: vbench_totals, metrics: [subject_consistency, imaging_quality]}\n"
     )
-    common = ["eval", "run", "--samples", str(videos), "--out", str(tmp_path / "out"), "--protocol"]
+    common = run_of(tmp_path)
     file = protocol(tmp_path, text)
     assert main([*common, file]) == 2 and "give --results" in capsys.readouterr().err
     assert main([*common, file, "--results", str(tmp_path / "scores.json")]) == 0
@@ -44,63 +55,32 @@ def test_videos_and_the_results_of_vbench(tmp_path, capsys):
     assert main([*common, totals, "--results", str(tmp_path / "scores.json")]) == 4
     assert "hold no total" in result(tmp_path)["failed"]["vbench_totals"]
 
-    plan = {
-        "schema_version": 1,
-        "warnings": [],
-        "settings": {},
-        "videos": [{"file": f"a whale-{i}.mp4"} | WHALE for i in range(3)],
-    }
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    plan = plan_of(tmp_path, 3)
     check = protocol(
         tmp_path, "samples: {kind: videos}\nparts:\n- {scorer: vbench_check, options: {fps: 8}}\n", "check"
     )
-    assert main([*common, check, "--plan", str(tmp_path / "plan.json")]) == 2
+    assert main([*common, check, "--plan", plan]) == 2
     assert "2 of 3 expected videos found" in capsys.readouterr().err
-    plan["videos"].pop()
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    assert main([*common, check, "--plan", str(tmp_path / "plan.json")]) == 0
+    assert main([*common, check, "--plan", plan_of(tmp_path, 2)]) == 0
 
 
 def test_no_video_of_the_plan_is_there(tmp_path, capsys):
     (tmp_path / "samples").mkdir()
-    plan = {
-        "schema_version": 1,
-        "warnings": [],
-        "settings": {},
-        "videos": [{"file": "a whale-0.mp4"} | WHALE],
-    }
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    common = [
-        "eval",
-        "run",
-        "--samples",
-        str(tmp_path / "samples"),
-        "--out",
-        str(tmp_path / "out"),
-        "--protocol",
-    ]
+    common = run_of(tmp_path)
     check = protocol(tmp_path, "samples: {kind: videos}\nparts:\n- {scorer: vbench_check}\n")
-    assert main([*common, check, "--plan", str(tmp_path / "plan.json")]) == 2
+    assert main([*common, check, "--plan", plan_of(tmp_path, 1)]) == 2
     assert "0 of 1 expected videos found; first missing: 'a whale-0.mp4'" in capsys.readouterr().err
 
 
 def test_attention_of_a_pipeline(tmp_path, capsys):
     transformer = MHLASanaTransformer2DModel(**tiny_sana.TRANSFORMER, mhla_block_grid=(2, 2))
-    pipe = MHLASanaPipeline(**tiny_sana.components(tiny_wan.stirred(transformer).eval()))
+    pipe = MHLASanaPipeline(**tiny_sana.components(stirred(transformer).eval()))
     pipe.save_pretrained(tmp_path / "samples")
     text = (
         "samples: {kind: pipeline}\nparts:\n- scorer: attention\n"
         "  options: {steps: 2, at: [1], one_block: true, prompts: [a red apple]}\n"
     )
-    common = [
-        "eval",
-        "run",
-        "--samples",
-        str(tmp_path / "samples"),
-        "--out",
-        str(tmp_path / "out"),
-        "--protocol",
-    ]
+    common = run_of(tmp_path)
     assert main([*common, protocol(tmp_path, text)]) == 0
     values = result(tmp_path)["values"]
     assert values["mhla.rank"]["n"] == values["one_block.rank"]["n"] == 4
