@@ -7,7 +7,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.utils import get_peft_model_state_dict
 from tiny_dit import EVERYTHING, model, run, stock_transformer, transformer_inputs
 
-from mhla_diffusion.models.dit import MHLADiTTransformer2DModel, fetches_itself
+from mhla_diffusion.models.dit import fetches_itself
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
 
@@ -105,29 +105,3 @@ def test_torchao_quantises_the_linear_layers_and_leaves_the_mixing():
     assert attention.mixing.weight.dtype == torch.float32
     inputs = {name: x.to("cuda") for name, x in transformer_inputs().items()}
     assert 0 < relative(run(ours, **inputs).cpu(), expected) < 5e-2
-
-
-@pytest.mark.gpu  # where the extra `quantize` is installed
-@pytest.mark.parametrize("bits", [4, 8])
-@torch.no_grad()
-def test_bitsandbytes_quantises_the_linear_layers_and_leaves_the_mixing(bits, tmp_path):
-    from bitsandbytes.nn import Linear4bit, Linear8bitLt
-    from diffusers import BitsAndBytesConfig
-
-    whole = stirred(model(**EVERYTHING))
-    expected = run(whole)
-    whole.save_pretrained(tmp_path)
-    chosen = {4: {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}, 8: {"load_in_8bit": True}}
-    ours = MHLADiTTransformer2DModel.from_pretrained(
-        tmp_path,
-        quantization_config=BitsAndBytesConfig(**chosen[bits]),
-        torch_dtype=torch.bfloat16,
-        device_map={"": "cuda"},
-    )
-    attention = ours.transformer_blocks[0].attn1
-    assert isinstance(attention.to_q, Linear4bit if bits == 4 else Linear8bitLt)
-    assert attention.mixing.weight.dtype == torch.float32
-    inputs = {name: x.to("cuda") for name, x in transformer_inputs().items()}
-    inputs["hidden_states"] = inputs["hidden_states"].bfloat16()
-    out = run(ours, **inputs).float().cpu()
-    assert out.isfinite().all() and relative(out, expected) < 0.3

@@ -323,3 +323,43 @@ def test_half_precision_on_the_gpu_stays_close_to_float32_on_the_cpu(family, siz
         ours = stirred(family.model(**family.full)).to("cuda", dtype)
         out = family.run(ours, **family.on_gpu(size=size, dtype=dtype))
         assert relative(out.cpu().float(), expected) < 3e-2
+
+
+# SANA as it is converted, with a softmax layer beside MHLA.
+CONVERTED_SANA = {
+    "num_layers": 3,
+    "mhla_layers": [0, 1],
+    "mhla_other_layers": "softmax",
+    "mhla_block_grid": (4, 4),
+    "mhla_feature_eps": 0.0,
+    "mhla_denominator_eps": 1e-15,
+    "mhla_gate": True,
+    "mhla_local_conv": 3,
+    "mhla_norm_out": True,
+}
+QUANTISED = [(DIT, DIT.tiny.EVERYTHING), (SANA, CONVERTED_SANA)]
+
+
+@pytest.mark.gpu  # where the extra `quantize` is installed
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "options"), QUANTISED, ids=["DiT", "SANA"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bitsandbytes_quantises_the_linear_layers_and_leaves_the_mixing(family, options, bits, tmp_path):
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+    from diffusers import BitsAndBytesConfig
+
+    whole = stirred(family.model(**options))
+    expected = family.run(whole)
+    whole.save_pretrained(tmp_path)
+    chosen = {4: {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}, 8: {"load_in_8bit": True}}
+    ours = family.ours.from_pretrained(
+        tmp_path,
+        quantization_config=BitsAndBytesConfig(**chosen[bits]),
+        torch_dtype=torch.bfloat16,
+        device_map={"": "cuda"},
+    )
+    attention = family.layer(ours, 0).attn1
+    assert isinstance(attention.to_q, Linear4bit if bits == 4 else Linear8bitLt)
+    assert attention.mixing.weight.dtype == torch.float32
+    out = family.run(ours, **family.on_gpu(dtype=torch.bfloat16)).float().cpu()
+    assert out.isfinite().all() and relative(out, expected) < 0.3

@@ -274,25 +274,3 @@ def test_torchao_quantises_the_linear_layers_and_leaves_the_mixing(live, tmp_pat
     assert torch.equal(attention.mixing.weight.cpu(), mixing) and mixing.dtype == torch.float32
     out = run(ours, dtype=torch.float32 if live else torch.bfloat16)
     assert 0 < relative(out.cpu().float(), expected) < (2e-2 if live else 5e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("bits", [4, 8])
-def test_bitsandbytes_quantises_the_linear_layers_and_leaves_the_mixing(bits, tmp_path):
-    from bitsandbytes.nn import Linear4bit, Linear8bitLt
-    from diffusers import BitsAndBytesConfig
-
-    model(**EVERYTHING).save_pretrained(tmp_path)
-    chosen = {4: {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}, 8: {"load_in_8bit": True}}
-    ours = MHLASanaTransformer2DModel.from_pretrained(
-        tmp_path,
-        quantization_config=BitsAndBytesConfig(**chosen[bits]),
-        torch_dtype=torch.bfloat16,
-        device_map={"": "cuda"},
-    )
-    attention = ours.transformer_blocks[0].attn1
-    assert isinstance(attention.to_q, Linear4bit if bits == 4 else Linear8bitLt)
-    assert attention.mixing.weight.dtype == torch.float32
-    inputs = {name: x.to("cuda") for name, x in transformer_inputs(dtype=torch.bfloat16).items()}
-    out = ours(**inputs).sample.float().cpu()
-    assert out.isfinite().all() and relative(out, run(model(**EVERYTHING))) < 0.3
