@@ -10,9 +10,9 @@ from diffusers import (
     DiTPipeline,
 )
 from diffusers.callbacks import PipelineCallback
-from model_checks import stirred
+from model_checks import close, stirred
 from tiny_dit import CLASSES, LABELS, components, generator, stock_pipeline, stock_transformer
-from tiny_dit_pipeline import close, draw, pipeline
+from tiny_dit_pipeline import draw, pipeline
 
 from mhla_diffusion import load_pipeline
 from mhla_diffusion.models.convert import convert

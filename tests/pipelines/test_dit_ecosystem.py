@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
-from model_checks import stirred
+from model_checks import close, stirred
 from random_lora import save_random_lora
 from tiny_dit import autoencoder, generator, stock_pipeline, stock_transformer
-from tiny_dit_pipeline import close, draw, pipeline
+from tiny_dit_pipeline import draw, pipeline
 
 from mhla_diffusion.models.convert import convert, restore
 from mhla_diffusion.pipelines.dit import MHLADiTPipeline

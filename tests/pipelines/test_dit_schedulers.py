@@ -10,8 +10,9 @@ from diffusers import (
     EulerAncestralDiscreteScheduler,
     PNDMScheduler,
 )
+from model_checks import close
 from tiny_dit import generator
-from tiny_dit_pipeline import close, draw, pipeline
+from tiny_dit_pipeline import draw, pipeline
 
 from mhla_diffusion.pipelines.dit import DIT_SCHEDULERS, MHLADiTPipeline, dit_scheduler
 

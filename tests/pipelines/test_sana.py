@@ -7,6 +7,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, SanaPipeline
 from diffusers.callbacks import PipelineCallback
+from model_checks import close
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from random_lora import save_random_lora
@@ -32,11 +33,6 @@ def pipe() -> MHLASanaPipeline:
 def draw(pipe: DiffusionPipeline, prompt="a red apple", seed: int = 0, **arguments) -> torch.Tensor:
     arguments = {"generator": generator(seed), "output_type": "pt"} | arguments
     return pipe(prompt, **arguments).images
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal up to the order of sums, which depends on where a weight lies in memory (mapped or not)."""
-    return (a - b).abs().max() < 1e-5
 
 
 def test_a_saved_pipeline_just_draws_with_its_own_defaults(tmp_path):

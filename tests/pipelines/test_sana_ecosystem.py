@@ -4,56 +4,18 @@ import json
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, FirstBlockCacheConfig, SanaPipeline, TaylorSeerCacheConfig
+from diffusers import DiffusionPipeline, SanaPipeline
+from model_checks import close
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
-from tiny_sana import components, generator, stock_transformer
+from tiny_sana import stock_transformer
+from tiny_sana_pipeline import draw, lora, pipeline, transformer
 
-from mhla_diffusion.loading import load_pipeline
 from mhla_diffusion.models.adapters import load_adapter, save_adapter
 from mhla_diffusion.models.convert import convert
-from mhla_diffusion.models.model_card import IMPORT_LINE
 from mhla_diffusion.pipelines.sana import MHLASanaPipeline
 
-CALL = {"height": 32, "width": 32, "num_inference_steps": 4, "output_type": "pt", "max_sequence_length": 8}
-CALL |= {"use_resolution_binning": False}
 BOTH = pytest.mark.parametrize("cls", [SanaPipeline, MHLASanaPipeline])
-
-
-def transformer(**options):
-    return convert(stock_transformer(num_layers=3), block_grid=(3, 2), **options)
-
-
-def pipeline(cls=MHLASanaPipeline, **options) -> SanaPipeline:
-    pipe = cls(**components(transformer(**options)))
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def draw(pipe: SanaPipeline, seed: int = 0, **changes) -> torch.Tensor:
-    return pipe(["a red apple", "two"], generator=generator(seed), **(CALL | changes)).images.cpu()
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a - b).abs().max() < 1e-5
-
-
-def lora(folder, seed: int = 0, rank: int = 2, mixing: bool = False, targets=("to_q", "to_v")) -> str:
-    """A LoRA made on a converted transformer, or with `mixing` one that brings its mixings."""
-    made = transformer().requires_grad_(False)
-    made.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=list(targets)))
-    for name, parameter in made.named_parameters():
-        if "lora_" in name:
-            parameter.data.normal_(generator=generator(seed))
-        elif mixing and "mixing" in name:
-            parameter.requires_grad_(True).data += 0.2 * torch.rand(
-                parameter.shape, generator=generator(seed)
-            )
-    if mixing:
-        save_adapter(made, folder)
-    else:
-        SanaPipeline.save_lora_weights(folder, transformer_lora_layers=get_peft_model_state_dict(made))
-    return str(folder)
 
 
 @BOTH
@@ -130,42 +92,6 @@ def test_a_lora_with_a_mixing_is_one_file_and_one_call(cls, tmp_path):
 
 
 @BOTH
-@pytest.mark.parametrize(
-    "cache",
-    [
-        lambda: FirstBlockCacheConfig(threshold=1e9),
-        lambda: TaylorSeerCacheConfig(disable_cache_before_step=2, taylor_factors_dtype=torch.float32),
-    ],
-)
-def test_caches_skip_steps_and_forget_one_picture_before_the_next(cls, cache):
-    pipe = pipeline(cls)
-    plain = draw(pipe)
-    pipe.transformer.enable_cache(cache())
-    read = []
-    pipe.transformer.transformer_blocks[1].attn1.mixing.register_forward_hook(lambda *_: read.append(1))
-    first = draw(pipe)
-    assert 1 <= len(read) < CALL["num_inference_steps"] and not close(first, plain)
-    assert torch.equal(draw(pipe), first)
-    pipe.transformer.disable_cache()
-    assert close(draw(pipe), plain)
-
-
-@BOTH
-@pytest.mark.parametrize("kind", [{"offload_type": "leaf_level"}, {"num_blocks_per_group": 1}])
-def test_group_offload_of_the_whole_pipeline(cls, kind, tmp_path):
-    expected = draw(pipeline(cls))
-    pipe = pipeline(cls)
-    cpu = torch.device("cpu")
-    pipe.enable_group_offload(onload_device=cpu, offload_device=cpu, **kind)
-    assert close(draw(pipe), expected)
-    load_adapter(pipe, lora(tmp_path, mixing=True))
-    with_adapter = draw(pipe)
-    plain = pipeline(cls)
-    load_adapter(plain, tmp_path)
-    assert close(with_adapter, draw(plain)) and not close(with_adapter, expected)
-
-
-@BOTH
 def test_the_picture_is_decoded_in_tiles(cls):
     pipe = pipeline(cls)
     whole = draw(pipe, height=64, width=64)
@@ -201,25 +127,6 @@ def test_shards_half_precision_and_a_variant(cls, tmp_path):
     blocks = half.transformer.transformer_blocks
     assert {block.attn1.mixing.weight.dtype for block in blocks} == {torch.float32}
     assert half.transformer.dtype == torch.bfloat16 == half.text_encoder.dtype
-
-
-def test_fp8_storage_and_fused_projections_in_a_pipeline():
-    pipe = pipeline()
-    plain = draw(pipe)
-    pipe.transformer.fuse_qkv_projections()
-    assert close(draw(pipe), plain)
-    pipe.transformer.unfuse_qkv_projections()
-    pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, compute_dtype=torch.float32)
-    assert (draw(pipe) - plain).abs().mean() < 0.1
-
-
-def test_a_pushed_pipeline_says_how_it_is_loaded(tmp_path):
-    pipe = pipeline()
-    pipe.save_pretrained(tmp_path)
-    pipe.amend_card(tmp_path, "owner/name")
-    card = (tmp_path / "README.md").read_text()
-    assert f'{IMPORT_LINE}\n\npipe = mhla_diffusion.load_pipeline("owner/name", hub=True)' in card
-    assert type(load_pipeline(tmp_path)) is MHLASanaPipeline  # a card beside it disturbs nothing
 
 
 def test_both_ways_of_naming_the_transformer_load(tmp_path):

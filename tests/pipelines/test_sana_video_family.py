@@ -11,7 +11,7 @@ from diffusers import (
     TaylorSeerCacheConfig,
     UniPCMultistepScheduler,
 )
-from model_checks import stirred
+from model_checks import close, stirred
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 from PIL import Image
@@ -46,10 +46,6 @@ def make(pipe: DiffusionPipeline, seeds=(0,), **changes) -> torch.Tensor:
         image = {"image": Image.linear_gradient("L").resize((96, 64)).convert("RGB")}
     generators = [generator(seed) for seed in seeds]
     return pipe(prompt=["a red apple"] * len(seeds), generator=generators, **image, **(CALL | changes)).frames
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a - b).abs().max() < 1e-5
 
 
 @BOTH

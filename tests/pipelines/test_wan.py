@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from diffusers import DiffusionPipeline, UniPCMultistepScheduler, WanPipeline
-from model_checks import stirred
+from model_checks import close, stirred
 from tiny_wan import TEXT_WIDTH, model, stock_transformer
 from tiny_wan_pipeline import CHANNELS, components, generator, stock_pipeline
 
@@ -44,10 +44,6 @@ def make(pipe: DiffusionPipeline, prompt="a red apple", seed: int = 0, **argumen
 
 def captions(count: int = 1, seed: int = 3) -> torch.Tensor:
     return torch.randn(count, 6, TEXT_WIDTH, generator=generator(seed))
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a - b).abs().max() < 1e-5
 
 
 def one_line(error) -> str:

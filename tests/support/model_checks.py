@@ -1,4 +1,4 @@
-"""What tests of every model family ask of a model."""
+"""What tests of every model family ask of a model, and of what it makes."""
 
 import json
 
@@ -17,6 +17,11 @@ def stirred(target: torch.nn.Module, seed: int = 5) -> torch.nn.Module:
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     """How far `a` is from `b`, as a share of the norm of `b`."""
     return ((a - b).norm() / b.norm()).item()
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Pictures equal up to the order of sums, which depends on where a weight lies in memory (mapped or not)."""
+    return (a - b).abs().max() < 1e-5
 
 
 def public(config) -> dict:

@@ -21,7 +21,3 @@ def pipeline(transformer=None, **options) -> MHLADiTPipeline:
 def draw(pipe: DiffusionPipeline, labels=(1,), seed: int = 0, **arguments) -> torch.Tensor:
     arguments = {"generator": generator(seed), "output_type": "pt"} | arguments
     return pipe(list(labels) if isinstance(labels, tuple) else labels, **arguments).images
-
-
-def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return (a - b).abs().max() < 1e-5

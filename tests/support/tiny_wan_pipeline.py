@@ -1,8 +1,12 @@
-"""Real components of Wan pipelines at toy size: every class is the stock one, only the numbers are small."""
+"""Real components of Wan pipelines at toy size: every class is the stock one, only the numbers are small.
+
+And pipelines of them with MHLA, stock ones and ours, with videos and LoRAs of these.
+"""
 
 import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
 from model_checks import stirred
+from random_lora import save_lora_of
 from tiny_sana import tokenizer
 from tiny_wan import IMAGE_WIDTH, TEXT_WIDTH, model, stock_transformer
 from transformers import (
@@ -13,7 +17,18 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+from mhla_diffusion.pipelines.wan import MHLAWanPipeline
+
 CHANNELS = 4
+CALL = {
+    "height": 32,
+    "width": 48,
+    "num_frames": 9,
+    "num_inference_steps": 4,
+    "max_sequence_length": 8,
+    "output_type": "pt",
+    "negative_prompt": "green",
+}
 
 
 def text_encoder() -> UMT5EncoderModel:
@@ -81,3 +96,23 @@ def stock_pipeline(transformer: torch.nn.Module | None = None) -> WanPipeline:
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def transformer(**options) -> torch.nn.Module:
+    return stirred(model(num_layers=3, **options))
+
+
+def pipeline(cls: type = MHLAWanPipeline, **more) -> WanPipeline:
+    pipe = cls(**(components(transformer()) | more))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def draw(pipe: WanPipeline, seed: int = 0, **changes) -> torch.Tensor:
+    return pipe("a red apple", generator=generator(seed), **(CALL | changes)).frames.cpu()
+
+
+def lora(folder, seed: int = 0, mixing: bool = False) -> str:
+    """A LoRA made on the stock transformer, or with `mixing` one on ours that brings its mixings."""
+    made = transformer() if mixing else stock_transformer(num_layers=3)
+    return save_lora_of(made, folder, WanPipeline, seed=seed, mixing=mixing)
