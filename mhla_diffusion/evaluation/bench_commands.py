@@ -43,7 +43,7 @@ def add_model(parts, add_command: Callable) -> None:
     add(
         "--no-graph",
         action="store_true",
-        help="image models: compiled forward passes kernel by kernel, not as one CUDA graph's replay",
+        help="image models: compiled rows kernel by kernel, not as one CUDA graph's replay",
     )
     add("--fuse-qkv", action="store_true", help="ours with fused projections in forward passes")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")

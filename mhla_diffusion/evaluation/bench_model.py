@@ -92,8 +92,8 @@ def run(
         compile_mode: `mode` of `torch.compile`, which compiles each layer; of image models with a graph only one that
             makes no CUDA graphs of its own.
         fuse_qkv: call `fuse_qkv_projections()` on ours before a forward pass, and `share_embedders()` on a DiT.
-        graph: on a GPU, capture each compiled forward pass of an image model as one CUDA graph and time its replay;
-            the row holds the time without it as well.
+        graph: on a GPU, capture the pass or training step of each compiled row of an image model as one CUDA graph and
+            time its replay; the row holds the time without it as well.
         profile: in place of times, say where an eager forward pass spends its time (see `profile_step`).
         seconds: how long a variant is measured.
 

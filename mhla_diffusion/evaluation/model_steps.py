@@ -22,7 +22,8 @@ class How(NamedTuple):
     """What holds for all rows of a run.
 
     seconds: how long each model is timed. end: time by the monotonic clock after which nothing is begun.
-    graph: compiled forward passes of image models are captured as CUDA graphs, where there is CUDA.
+    graph: compiled rows of image models, forward passes and training steps, are captured as CUDA graphs, where there
+        is CUDA.
     """
 
     device: torch.device

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 
 import torch
+from torch.autograd import forward_ad
 
 from .backends import choose_backend
 from .eager import eager_core, epilogue, normalise
@@ -56,6 +57,12 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(
             "mhla_attention inside torch.func.vmap: put the mapped axis into the batch axis of q, k and v"
         )
+
+
+def _has_tangents(*tensors: torch.Tensor) -> bool:
+    return forward_ad._current_level >= 0 and any(
+        [forward_ad.unpack_dual(x).tangent is not None for x in tensors]
+    )
 
 
 def _check_mixing(mixing: torch.Tensor, q: torch.Tensor, query: Partition, key: Partition) -> None:
@@ -236,6 +243,10 @@ def mhla_attention(
     for name, x in (("gate", gate), ("local", local)):
         if x is not None and tuple(x.shape) != out_shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: give the output's shape {out_shape}")
+    norms = {"query_norm": query_norm and query_norm[0], "key_norm": key_norm and key_norm[0]}
+    for name, x in {**norms, "norm_weight": norm_weight, "gate": gate, "local": local}.items():
+        if x is not None and x.device != q.device:  # a launch that is repeated takes any address
+            raise ValueError(f"{name} is on {x.device} but q is on {q.device}: move it with .to(q.device)")
     if gate_bias is not None and gate is None:
         raise ValueError(f"gate_bias={gate_bias} without a gate: pass gate=, or leave gate_bias out")
     for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
@@ -293,6 +304,11 @@ def _triton(q, k, v, mixing, query: Partition, key: Partition, core, before, aft
 
     norms = [norm[0] for norm in before.values() if norm is not None]
     extras = [x for x in (after["norm_weight"], after["gate"], after["local"]) if x is not None]
+    if not torch.compiler.is_compiling() and _has_tangents(q, k, v, mixing, *norms, *extras):
+        raise ValueError(
+            "the Triton kernels have no forward-mode gradients (jvp, dual numbers), which would come out as zero: "
+            "pass backend='reference'"
+        )
     if not norms and not extras:
         return triton_core(q, k, v, mixing, query, key, **core, **choices)
     learning = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, mixing, *norms, *extras)])

@@ -34,7 +34,10 @@ def _run(part: Partition, tile: int) -> int:
 
 
 def has_dual_backward(query: Partition, key: Partition) -> bool:
-    return _run(query, SHORTEST_RUN) > 1 and _run(key, SHORTEST_RUN) > 1
+    """Whether both sides have runs, and few enough pairs of them for the 32 bits in which the kernel counts."""
+    if _run(query, SHORTEST_RUN) == 1 or _run(key, SHORTEST_RUN) == 1:
+        return False
+    return query.num_tokens * key.num_tokens // SHORTEST_RUN**2 < 2**31
 
 
 def _grid(letter: str, part: Partition) -> dict[str, int]:

@@ -92,8 +92,10 @@ def _grid_partition(
     # One condition, not one for each axis: under torch.compile every condition on a size makes kinds of graphs.
     even = sum([length % count for length, count in zip(grid, blocks, strict=True)]) == 0
     size = math.prod([-(-length // count) for length, count in zip(grid, blocks, strict=True)])
+    # The kernels multiply each axis' tokens by its blocks, in 32 bits. `layout` has more axes of one token: they add 0.
+    reach = sum([length * count - 1 for length, count in zip(grid, blocks, strict=True)])
     layout = None
-    if len(grid) <= 3 and size <= LARGEST_BLOCK:
+    if len(grid) <= 3 and size <= LARGEST_BLOCK and reach < 2**31 - 1:
         ones = (1,) * (3 - len(grid))
         layout = (*ones, *grid, *ones, *blocks)
     table = None if even or layout is not None else block_table(grid, blocks, device)

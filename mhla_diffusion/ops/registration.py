@@ -326,7 +326,7 @@ def triton_core(
         q = normalise(q, _pair(fused.get("query_norm"), fused.get("query_norm_eps"))).to(v.dtype)
         k = normalise(k, _pair(fused.get("key_norm"), fused.get("key_norm_eps"))).to(v.dtype)
     arguments = (
-        q, k, v, mixing, *(None if part.layout is not None else part.table for part in (query, key)),
+        q, k, v, mixing, *(None if part.layout is not None else part.with_table(q.device) for part in (query, key)),
         *(rope or (None, None)), *(key_rope or (None, None)), feature_eps, denominator_eps, normalizer == "paper",
         query.trusted and key.trusted, torch.float32 if official or (form == "dual" and fused) else out_dtype,
         query.layout, key.layout, summary_dtype,

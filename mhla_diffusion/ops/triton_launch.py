@@ -165,7 +165,8 @@ def power_of_two(length: int) -> int:
 def strides_of(*tensors: torch.Tensor) -> tuple[tuple[int, ...], int]:
     """Strides of batch, tokens and heads of all tensors, in units of the second result."""
     strides = [stride for x in tensors for stride in x.stride()[:3]]
-    step = 1 if any([stride % 8 for stride in strides]) else 8
+    # A kernel takes a number of up to 31 bits as 32 bits, and multiplies it by the step in as many.
+    step = 1 if any([stride % 8 or stride >= 2**31 for stride in strides]) else 8
     return tuple([stride // step for stride in strides]), step
 
 

@@ -55,6 +55,8 @@ GRID = {"grid": (4, 4), "block_grid": (2, 2)}
         ({"norm_weight": torch.ones(4)}, r"give one weight per channel, \(8,\)"),
         ({"gate": zeros(dim=4)}, r"give the output's shape \(1, 16, 2, 8\)"),
         ({"local": zeros(heads=1)}, r"give the output's shape \(1, 16, 2, 8\)"),
+        ({"gate": zeros().to("meta")}, r"gate is on meta but q is on cpu: move it with .to\(q.device\)"),
+        ({"query_norm": (torch.ones(8, device="meta"), 1e-6)}, "query_norm is on meta but q is on cpu"),
         ({"grid": (3, 6), "block_grid": (2, 2), "q": zeros(18), "k": zeros(18), "v": zeros(18)}, None),
     ],
 )
@@ -141,3 +143,21 @@ def test_vmap_is_refused_in_one_line():
     with pytest.raises(ValueError, match="inside torch.func.vmap: put the mapped axis") as error:
         torch.func.vmap(lambda x: mhla_attention(x, x, x, torch.eye(4), **GRID))(q)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["states", "dual"])
+@pytest.mark.parametrize("moved", ["q", "mixing", "gate"])
+def test_forward_mode_gradients_are_refused_by_the_kernels_in_one_line(device, moved, form):
+    tensors = {"q": zeros() + 1, "k": zeros() + 1, "v": zeros() + 1, "mixing": torch.eye(4), "gate": zeros()}
+    tensors = {name: x.to(device) for name, x in tensors.items()}
+
+    def call(x, backend="triton"):
+        return mhla_attention(**{**tensors, moved: x}, **GRID, backend=backend, form=form)
+
+    primal, tangent = tensors[moved], torch.ones_like(tensors[moved])
+    with pytest.raises(ValueError, match="no forward-mode gradients .* pass backend='reference'") as error:
+        torch.func.jvp(call, (primal,), (tangent,))
+    assert "\n" not in str(error.value)
+    torch.func.jvp(lambda x: call(x, "reference"), (primal,), (tangent,))
+    with torch.autograd.forward_ad.dual_level():  # without a tangent there is nothing to lose
+        assert call(primal).shape == tensors["q"].shape

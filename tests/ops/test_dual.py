@@ -72,6 +72,16 @@ def test_offsets_of_64_bits(make_call, monkeypatch):
             call.check(call.run("triton", form="dual"), 1e-5)
 
 
+def test_more_pairs_of_runs_than_32_bits_count_are_the_states_forms():
+    from mhla_diffusion.ops.dual_launch import has_dual_backward
+
+    many, few = (
+        grid_partition((tokens,), (8,), tokens, torch.device("cpu")) for tokens in (1 << 19, 1 << 18)
+    )
+    assert has_dual_backward(few, few)
+    assert not has_dual_backward(many, few) and not has_dual_backward(few, many)
+
+
 def test_fused_steps_around_it(make_call):
     call = make_call((3, 5), (2, 2), 8, batch=1, epilogue=True)
     truth = call.run("reference", torch.float64)["out"]

@@ -163,6 +163,19 @@ def test_a_batch_beyond_32_bits_on_the_gpu(device, form):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", ["states", "dual"])
+def test_items_2_31_elements_apart_on_the_gpu(make_call, form):
+    call = make_call((16, 16), (2, 2), 64, dtype=torch.bfloat16)
+    expected = call.run("triton", form=form)
+    for name in ("q", "k", "v"):
+        x = call.tensors[name]
+        apart = x.new_empty(2**31 + x[0].numel()).as_strided(x.shape, (2**31, *x.stride()[1:]))
+        call.tensors[name] = apart.copy_(x)
+    got = call.run("triton", form=form)
+    assert all(torch.equal(got[name], expected[name]) for name in got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["states", "dual"])
 def test_a_cuda_graph_replays_gradients_on_new_inputs(make_call, form):
     call, other = (make_call((32, 32), (4, 4), 64, dtype=torch.bfloat16, seed=seed) for seed in (0, 1))
     leaves = [x.requires_grad_() for x in call.tensors.values()]

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from mhla_diffusion.ops import partition
 from mhla_diffusion.ops.partition import grid_partition
 
 CPU = torch.device("cpu")
@@ -31,3 +32,20 @@ def test_a_fault_is_told_each_time():
             grid_partition((4, 6), (2, 3), 25, CPU)
     with pytest.raises(ValueError, match="positive integer"):
         grid_partition((4.0, 6), (2, 3), 24, CPU)
+
+
+def test_what_the_kernels_cannot_count_in_32_bits_has_no_layout():
+    for tokens, blocks in (((1 << 20) + 4, 2048), (1 << 20, 2048)):  # uneven, even
+        part = grid_partition((tokens,), (blocks,), tokens, CPU)
+        assert part.layout is None and part.with_table(CPU).shape == (blocks, -(-tokens // blocks))
+    assert grid_partition((1 << 20,), (2047,), 1 << 20, CPU).layout is not None
+
+
+@pytest.mark.parametrize("form", ["states", "dual"])
+@pytest.mark.parametrize("grid", [(22,), (23,)])
+def test_blocks_too_large_for_index_arithmetic(make_call, monkeypatch, grid, form):
+    partition._cached_grid_partition.cache_clear()
+    monkeypatch.setattr(partition, "LARGEST_BLOCK", 8)
+    call = make_call(grid, (2,), 8, batch=1)
+    call.check(call.run("triton", form=form), 1e-5)
+    partition._cached_grid_partition.cache_clear()

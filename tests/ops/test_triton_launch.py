@@ -176,3 +176,12 @@ def test_wide_heads_take_what_narrow_ones_give_way_to(kernel):
 def test_first_choice_fits_this_gpu(make_call, dtype, dim):
     # Blocks of 256 tokens, so that the table's tiles are taken as they are. A fallback would be an error.
     make_call((32, 32), (2, 2), dim, dtype=dtype, rope=True).run("triton")
+
+
+@pytest.mark.parametrize("far", [2**31, 2**31 + 8])
+def test_strides_that_need_64_bits_are_not_divided(far):
+    """A quotient that fits 32 bits would be multiplied in 32 bits."""
+    x = torch.empty_strided((2, 16, 1, 16), (far, 16, 16, 1), device="meta")
+    assert triton_launch.strides_of(x) == ((far, 16, 16), 1)
+    near = torch.empty_strided((2, 16, 1, 16), (2**31 - 8, 16, 16, 1), device="meta")
+    assert triton_launch.strides_of(near)[1] == 8
