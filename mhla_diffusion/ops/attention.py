@@ -304,7 +304,7 @@ def _triton(q, k, v, mixing, query: Partition, key: Partition, core, before, aft
 
     norms = [norm[0] for norm in before.values() if norm is not None]
     extras = [x for x in (after["norm_weight"], after["gate"], after["local"]) if x is not None]
-    if not torch.compiler.is_compiling() and _has_tangents(q, k, v, mixing, *norms, *extras):
+    if _has_tangents(q, k, v, mixing, *norms, *extras):
         raise ValueError(
             "the Triton kernels have no forward-mode gradients (jvp, dual numbers), which would come out as zero: "
             "pass backend='reference'"

@@ -145,6 +145,7 @@ def test_vmap_is_refused_in_one_line():
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own first look for jvp rules
 @pytest.mark.parametrize("form", ["states", "dual"])
 @pytest.mark.parametrize("moved", ["q", "mixing", "gate"])
 def test_forward_mode_gradients_are_refused_by_the_kernels_in_one_line(device, moved, form):
