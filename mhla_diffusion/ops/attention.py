@@ -7,9 +7,8 @@ import warnings
 from collections.abc import Sequence
 
 import torch
-from torch.autograd import forward_ad
 
-from .backends import choose_backend
+from .backends import choose_backend, refuse_tangents
 from .eager import eager_core, epilogue, normalise
 from .partition import Partition, grid_partition, table_partition
 from .reference import reference_attention
@@ -57,12 +56,6 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         raise ValueError(
             "mhla_attention inside torch.func.vmap: put the mapped axis into the batch axis of q, k and v"
         )
-
-
-def _has_tangents(*tensors: torch.Tensor) -> bool:
-    return forward_ad._current_level >= 0 and any(
-        [forward_ad.unpack_dual(x).tangent is not None for x in tensors]
-    )
 
 
 def _check_mixing(mixing: torch.Tensor, q: torch.Tensor, query: Partition, key: Partition) -> None:
@@ -304,11 +297,7 @@ def _triton(q, k, v, mixing, query: Partition, key: Partition, core, before, aft
 
     norms = [norm[0] for norm in before.values() if norm is not None]
     extras = [x for x in (after["norm_weight"], after["gate"], after["local"]) if x is not None]
-    if _has_tangents(q, k, v, mixing, *norms, *extras):
-        raise ValueError(
-            "the Triton kernels have no forward-mode gradients (jvp, dual numbers), which would come out as zero: "
-            "pass backend='reference'"
-        )
+    refuse_tangents((q, k, v, mixing, *norms, *extras), "pass backend='reference'")
     if not norms and not extras:
         return triton_core(q, k, v, mixing, query, key, **core, **choices)
     learning = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, mixing, *norms, *extras)])

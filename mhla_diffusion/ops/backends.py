@@ -6,8 +6,9 @@ import importlib.util
 import os
 
 import torch
+from torch.autograd import forward_ad
 
-__all__ = ["BACKENDS", "MAX_HEAD_DIM", "choose_backend", "explain"]
+__all__ = ["BACKENDS", "MAX_HEAD_DIM", "choose_backend", "explain", "refuse_tangents"]
 
 BACKENDS = ("auto", "triton", "eager", "reference")
 MAX_HEAD_DIM = 256
@@ -81,3 +82,14 @@ def explain(
         device = torch.device(q_or_device)
     name, reason = choose_backend(backend, device, dtype or torch.float32, head_dim or 64)
     return f"{name}: {reason}"
+
+
+def refuse_tangents(tensors: tuple[torch.Tensor, ...], instead: str) -> None:
+    """ValueError where one of them carries a forward-mode gradient, which the Triton kernels would drop."""
+    if forward_ad._current_level >= 0 and any(
+        [forward_ad.unpack_dual(x).tangent is not None for x in tensors]
+    ):
+        raise ValueError(
+            "the Triton kernels have no forward-mode gradients (jvp, dual numbers), which would come out as zero: "
+            f"{instead}"
+        )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..blocks import effective_block_grid
-from .backends import choose_backend
+from .backends import choose_backend, refuse_tangents
 from .eager import (
     epilogue,
     features,
@@ -138,6 +138,7 @@ def triton_part(
         summary_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     weights = [norm[0] for norm in norms.values() if norm is not None]
     extras = [x for x in (after["norm_weight"], after["gate"], after["local"]) if x is not None]
+    refuse_tangents((q, k, v, mixing, *weights, *extras), "take reverse mode (backward)")
     learning = torch.is_grad_enabled() and any(
         [x.requires_grad for x in (q, k, v, mixing, *weights, *extras)]
     )

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from mhla_diffusion.folders import check_writable
 from mhla_diffusion.loading import check_layout
-from mhla_diffusion.pipelines.pictures import contact_sheet, read_settings, write_atomically
+from mhla_diffusion.pipelines.pictures import contact_sheet, read_settings, sheet_size, write_atomically
 from mhla_diffusion.pipelines.requests import (
     Request,
     check_names,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # What one picture can fail with without the others being at fault: its values, memory, numbers that blew up.
 PICTURE_FAULTS = (ValueError, RuntimeError, ArithmeticError)
+WEBP_SIDE = 16383  # pixels that a WebP has at most
 
 
 @dataclass
@@ -99,6 +100,12 @@ def generate(
         if Path(sheet).is_dir() or columns < 1:
             raise ValueError(
                 f"--sheet {sheet} --columns {columns}: give the name of a PNG or WebP file and at least 1 column"
+            )
+        side = max(sheet_size(len(prompts), columns))
+        if is_webp(Path(sheet)) and side > WEBP_SIDE:
+            raise ValueError(
+                f"--sheet {sheet}: {len(prompts)} pictures in {columns} columns make a side of {side} pixels, a WebP's "
+                f"has at most {WEBP_SIDE}: give more --columns, or a .png"
             )
     check_layout(Path(pipeline).expanduser())
     folder = find_pipeline(pipeline)
@@ -209,10 +216,14 @@ def middle(path: Path) -> Image.Image:
         return image.convert("RGB")
 
 
+def is_webp(path: Path) -> bool:
+    return path.suffix.lower() == ".webp"
+
+
 def write_sheet(path: Path, pictures: Sequence[Path | None], captions: Sequence[str], columns: int) -> None:
     """Write a contact sheet of pictures or videos on disk, lossy as .webp, else PNG; None leaves its square empty."""
     images = [None if picture is None else middle(picture) for picture in pictures]
     drawn = contact_sheet(images, captions, columns=columns)
     path.parent.mkdir(parents=True, exist_ok=True)
-    kind = {"format": "WEBP", "quality": 90, "method": 6} if path.suffix == ".webp" else {"format": "PNG"}
+    kind = {"format": "WEBP", "quality": 90, "method": 6} if is_webp(path) else {"format": "PNG"}
     write_atomically(path, lambda file: drawn.save(file, **kind))

@@ -67,12 +67,26 @@ def slug(text: str, length: int = 40) -> str:
     return "-".join(kept)[:length] or "picture"
 
 
+CELL, GAP, CAPTION = (
+    160,
+    8,
+    45,
+)  # pixels of a contact sheet: a picture's square, between squares, three lines of text
+
+
+def sheet_size(pictures: int, columns: int, cell: int = CELL) -> tuple[int, int]:
+    """Width and height in pixels of a contact sheet."""
+    columns = min(columns, pictures)
+    rows = math.ceil(pictures / columns)
+    return columns * (cell + GAP) + GAP, rows * (cell + CAPTION + GAP) + GAP
+
+
 def contact_sheet(
     images: Sequence[Image.Image | None],
     captions: Sequence[str],
     *,
     columns: int = 4,
-    cell: int = 160,
+    cell: int = CELL,
 ) -> Image.Image:
     """One RGB picture with every image in a `cell` px square and its caption under it, row by row.
 
@@ -86,13 +100,11 @@ def contact_sheet(
         raise ValueError(f"columns is {columns}; a contact sheet needs at least 1")
     columns = min(columns, len(images))
     font = ImageFont.load_default(size=12)
-    gap, lines = 8, 3
-    step = (cell + gap, cell + 15 * lines + gap)
-    rows = math.ceil(len(images) / columns)
-    sheet = Image.new("RGB", (columns * step[0] + gap, rows * step[1] + gap), "white")
+    step = (cell + GAP, cell + CAPTION + GAP)
+    sheet = Image.new("RGB", sheet_size(len(images), columns, cell), "white")
     draw = ImageDraw.Draw(sheet)
     for index, (image, caption) in enumerate(zip(images, captions, strict=True)):
-        left, top = gap + index % columns * step[0], gap + index // columns * step[1]
+        left, top = GAP + index % columns * step[0], GAP + index // columns * step[1]
         if image is None:
             draw.rectangle((left, top, left + cell - 1, top + cell - 1), fill="lightgrey")
         else:
@@ -100,7 +112,7 @@ def contact_sheet(
             size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
             fitted = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
             sheet.paste(fitted, (left + (cell - size[0]) // 2, top + (cell - size[1]) // 2))
-        for number, line in enumerate(wrap(caption, lambda text: draw.textlength(text, font), cell)[:lines]):
+        for number, line in enumerate(wrap(caption, lambda text: draw.textlength(text, font), cell)[:3]):
             draw.text((left, top + cell + 2 + 15 * number), line, fill="black", font=font)
     return sheet
 

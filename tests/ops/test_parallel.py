@@ -150,6 +150,20 @@ def test_what_cannot_be_spread_is_refused():
             parallel_mhla_attention(**{**tensors, **options, **changes})
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own first look for jvp rules
+def test_forward_mode_gradients_are_refused_by_the_kernels(device):
+    q, k, v = torch.ones(3, 1, 4, 1, 8, device=device)
+    mixing = torch.eye(2, device=device)
+
+    def call(x):
+        return parallel_mhla_attention(
+            x, k, v, mixing, grid=(4,), block_grid=(2,), start=0, reduce=lambda y: y, backend="triton"
+        )
+
+    with pytest.raises(ValueError, match="no forward-mode gradients .* take reverse mode"):
+        torch.func.jvp(call, (q,), (k,))
+
+
 def test_shares_are_runs_without_gaps_that_differ_by_one_token():
     for tokens, ranks in ((36, 1), (36, 5), (7, 7), (100, 3)):
         spans = Share(0, ranks).spans(tokens)

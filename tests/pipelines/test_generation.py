@@ -176,6 +176,10 @@ def test_stock_pipelines_draw_too(tmp_path):
         ({"device": "cuda:99"}, "device cuda:99 is not there"),
         ({"dtype": "float8"}, "unknown dtype 'float8'"),
         ({"columns": 0, "sheet": "sheet.png"}, "at least 1 column"),
+        (
+            {"prompts": ["a whale"] * 77, "columns": 1, "sheet": "s.WEBP"},
+            "at most 16383: give more --columns",
+        ),
         ({"pipeline": "no-such-pipeline"}, "no pipeline 'no-such-pipeline'"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
