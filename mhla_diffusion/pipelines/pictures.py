@@ -67,18 +67,15 @@ def slug(text: str, length: int = 40) -> str:
     return "-".join(kept)[:length] or "picture"
 
 
-CELL, GAP, CAPTION = (
-    160,
-    8,
-    45,
-)  # pixels of a contact sheet: a picture's square, between squares, three lines of text
+# Pixels of a contact sheet: a picture's square, between squares, a line of its caption; lines of a caption.
+CELL, GAP, LINE, LINES = 160, 8, 15, 3
 
 
 def sheet_size(pictures: int, columns: int, cell: int = CELL) -> tuple[int, int]:
     """Width and height in pixels of a contact sheet."""
     columns = min(columns, pictures)
     rows = math.ceil(pictures / columns)
-    return columns * (cell + GAP) + GAP, rows * (cell + CAPTION + GAP) + GAP
+    return columns * (cell + GAP) + GAP, rows * (cell + LINE * LINES + GAP) + GAP
 
 
 def contact_sheet(
@@ -100,7 +97,7 @@ def contact_sheet(
         raise ValueError(f"columns is {columns}; a contact sheet needs at least 1")
     columns = min(columns, len(images))
     font = ImageFont.load_default(size=12)
-    step = (cell + GAP, cell + CAPTION + GAP)
+    step = (cell + GAP, cell + LINE * LINES + GAP)
     sheet = Image.new("RGB", sheet_size(len(images), columns, cell), "white")
     draw = ImageDraw.Draw(sheet)
     for index, (image, caption) in enumerate(zip(images, captions, strict=True)):
@@ -112,8 +109,8 @@ def contact_sheet(
             size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
             fitted = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
             sheet.paste(fitted, (left + (cell - size[0]) // 2, top + (cell - size[1]) // 2))
-        for number, line in enumerate(wrap(caption, lambda text: draw.textlength(text, font), cell)[:3]):
-            draw.text((left, top + cell + 2 + 15 * number), line, fill="black", font=font)
+        for number, line in enumerate(wrap(caption, lambda text: draw.textlength(text, font), cell)[:LINES]):
+            draw.text((left, top + cell + 2 + LINE * number), line, fill="black", font=font)
     return sheet
 
 
