@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .backends import choose_backend, refuse_tangents
+from .backends import choose_backend, refuse_rotation_gradients, refuse_tangents
 from .eager import eager_core, epilogue, normalise
 from .partition import Partition, grid_partition, table_partition
 from .reference import reference_attention
@@ -298,6 +298,8 @@ def _triton(q, k, v, mixing, query: Partition, key: Partition, core, before, aft
     norms = [norm[0] for norm in before.values() if norm is not None]
     extras = [x for x in (after["norm_weight"], after["gate"], after["local"]) if x is not None]
     refuse_tangents((q, k, v, mixing, *norms, *extras), "pass backend='reference'")
+    for rope in (core["rope"], core["key_rope"]):
+        refuse_rotation_gradients(rope, "pass backend='eager'")
     if not norms and not extras:
         return triton_core(q, k, v, mixing, query, key, **core, **choices)
     learning = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, mixing, *norms, *extras)])

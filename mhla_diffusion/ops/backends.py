@@ -8,7 +8,9 @@ import os
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["BACKENDS", "MAX_HEAD_DIM", "choose_backend", "explain", "refuse_tangents"]
+__all__ = [
+    "BACKENDS", "MAX_HEAD_DIM", "choose_backend", "explain", "refuse_rotation_gradients", "refuse_tangents",
+]  # fmt: skip
 
 BACKENDS = ("auto", "triton", "eager", "reference")
 MAX_HEAD_DIM = 256
@@ -91,5 +93,14 @@ def refuse_tangents(tensors: tuple[torch.Tensor, ...], instead: str) -> None:
     ):
         raise ValueError(
             "the Triton kernels have no forward-mode gradients (jvp, dual numbers), which would come out as zero: "
+            f"{instead}"
+        )
+
+
+def refuse_rotation_gradients(rope, instead: str) -> None:
+    """ValueError where a gradient of the rotation is wanted, of which the Triton kernels have none."""
+    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in rope or ()]):
+        raise ValueError(
+            "rope requires a gradient, and the Triton kernels compute none for it: pass it with .detach(), or "
             f"{instead}"
         )

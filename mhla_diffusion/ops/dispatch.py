@@ -95,9 +95,20 @@ def form_costs(
 
 
 def choose_form(
-    form: str, q, v, rope, normalizer: str, query: Partition, key: Partition, summary_bytes: int
+    form: str,
+    q,
+    v,
+    rope,
+    normalizer: str,
+    query: Partition,
+    key: Partition,
+    summary_bytes: int,
+    backward: bool,
 ) -> str:
-    """`states` or `dual`. Raises ValueError when the dual form is asked for and cannot take the call."""
+    """`states` or `dual`. Raises ValueError when the dual form is asked for and cannot take the call.
+
+    backward: gradients will be asked for.
+    """
     if form == "states":
         return form
     obstacle = dual_obstacle(q, v, rope, normalizer, query, key)
@@ -107,6 +118,5 @@ def choose_form(
         return form
     if obstacle:
         return "states"
-    backward = torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)
     costs = form_costs(q, v, query, key, summary_bytes, backward)
     return "dual" if costs["dual"] < costs["states"] else "states"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..blocks import effective_block_grid
-from .backends import choose_backend, refuse_tangents
+from .backends import choose_backend, refuse_rotation_gradients, refuse_tangents
 from .eager import (
     epilogue,
     features,
@@ -139,6 +139,7 @@ def triton_part(
     weights = [norm[0] for norm in norms.values() if norm is not None]
     extras = [x for x in (after["norm_weight"], after["gate"], after["local"]) if x is not None]
     refuse_tangents((q, k, v, mixing, *weights, *extras), "take reverse mode (backward)")
+    refuse_rotation_gradients(rope, "run it where plain torch computes, on a CPU")
     learning = torch.is_grad_enabled() and any(
         [x.requires_grad for x in (q, k, v, mixing, *weights, *extras)]
     )

@@ -319,7 +319,8 @@ def triton_core(
     if summary_dtype is None:
         summary_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     official = normalizer == "official"
-    form = choose_form(form, q, v, rope, normalizer, query, key, summary_dtype.itemsize)
+    learning = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, mixing)])
+    form = choose_form(form, q, v, rope, normalizer, query, key, summary_dtype.itemsize, learning)
     if form == "dual":
         rope, key_rope = angle_tables(rope, query), angle_tables(key_rope, key)
     if form == "dual" and fused:
@@ -331,7 +332,6 @@ def triton_core(
         query.trusted and key.trusted, torch.float32 if official or (form == "dual" and fused) else out_dtype,
         query.layout, key.layout, summary_dtype,
     )  # fmt: skip
-    learning = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, mixing)])
     if form == "dual":
         out = mhla_dual(*arguments)[0] if learning else mhla_dual_output(*arguments)
         if not fused:

@@ -145,6 +145,25 @@ def test_vmap_is_refused_in_one_line():
     assert "\n" not in str(error.value)
 
 
+def test_a_gradient_of_the_rotation_is_refused_by_the_kernels_in_one_line(device):
+    q = (zeros() + 1).to(device)
+    cos, sin = (torch.ones(16, q.shape[-1] // 2, device=device) for _ in range(2))
+    cos.requires_grad_()
+
+    def call(backend):
+        return mhla_attention(
+            q, q, q, torch.eye(4, device=device), **GRID, rope=(cos, sin), normalizer="none", backend=backend
+        )
+
+    with pytest.raises(ValueError, match=r"rope requires a gradient.*pass it with \.detach\(\)") as error:
+        call("triton")
+    assert "\n" not in str(error.value)
+    call("eager").sum().backward()
+    assert cos.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert call("triton").shape == q.shape
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own first look for jvp rules
 @pytest.mark.parametrize("form", ["states", "dual"])
 @pytest.mark.parametrize("moved", ["q", "mixing", "gate"])

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mhla_diffusion.ops.dispatch import choose_form, form_costs
 from mhla_diffusion.ops.partition import grid_partition
+from mhla_diffusion.ops.registration import triton_core
 
 RESULT = Path(__file__).resolve().parent.parent.parent / "eval" / "results" / "op_h200.json"
 FORMS = [row for row in json.loads(RESULT.read_text())["forms"] if "error" not in row]
@@ -31,8 +33,7 @@ def square_inputs(row: dict):
 @pytest.mark.parametrize("row", FORMS, ids=lambda row: row["name"])
 def test_the_chosen_form_is_hardly_worse_than_the_better_one(row, direction):
     q, part = square_inputs(row)
-    q.requires_grad_(direction == "both")
-    chosen = choose_form("auto", q, q, None, "paper", part, part, 2)
+    chosen = choose_form("auto", q, q, None, "paper", part, part, 2, direction == "both")
     times = {form: row[f"{form}_{direction}_ms"] for form in ("states", "dual")}
     assert times[chosen] < 1.10 * min(times.values())
     # What the file says of the rule is said of this rule.
@@ -64,17 +65,39 @@ def test_the_costs_are_near_the_times():
 @pytest.mark.parametrize("trained", [False, True])
 def test_the_models_shapes(shape, grid, block_grid, form, trained):
     q, part = inputs_of(shape, grid, block_grid)
-    q.requires_grad_(trained)
-    assert choose_form("auto", q, q, None, "paper", part, part, 2) == form
+    assert choose_form("auto", q, q, None, "paper", part, part, 2, trained) == form
 
 
-def test_gradients_count_only_where_they_are_taken():
+class Called(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+        self.names.append(call.name())
+        return call(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("trained", [None, "q", "k", "v", "mixing"])
+def test_gradients_count_where_they_are_taken(trained):
     q, part = inputs_of({"B": 32, "N": 256, "H": 16, "D": 32}, (16, 16), (4, 4))
-    assert choose_form("auto", q, q, None, "paper", part, part, 2) == "dual"
-    q.requires_grad_()
-    assert choose_form("auto", q, q, None, "paper", part, part, 2) == "states"
+    tensors = {name: q.clone() for name in ("q", "k", "v")}
+    tensors["mixing"] = torch.empty(16, 16, device="meta")
+    if trained:
+        tensors[trained].requires_grad_()
+
+    def form() -> str:
+        with Called() as called:
+            triton_core(**tensors, query=part, key=part, form="auto")
+        names = [name for name in called.names if name.startswith("mhla_diffusion::")]
+        assert len(names) == 1
+        return "dual" if "dual" in names[0] else "states"
+
+    assert form() == ("states" if trained else "dual")
     with torch.no_grad():
-        assert choose_form("auto", q, q, None, "paper", part, part, 2) == "dual"
+        assert form() == "dual"
 
 
 def test_blocks_without_runs_have_the_states_backward_pass_in_either_form():
@@ -102,7 +125,7 @@ def test_the_choice_is_the_same_under_compile_and_one_graph_serves_many_sizes():
 
     def call(q, grid):
         part = grid_partition(grid, (2, 2), q.shape[1], q.device)
-        form = choose_form("auto", q, q, None, "paper", part, part, 2)
+        form = choose_form("auto", q, q, None, "paper", part, part, 2, False)
         return q.new_ones(1) * (2 if form == "dual" else 3)
 
     counter = CompileCounterWithBackend("eager")
