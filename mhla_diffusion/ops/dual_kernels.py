@@ -18,6 +18,7 @@ from .dual_tiles import (
     feature_gradient,
     row_dots,
     row_parts,
+    run_sums,
     slot_tokens,
     turned_features,
     weigh,
@@ -209,9 +210,7 @@ def dual_query_kernel(
         if TD:
             dphi1 = dot(ds, k1, dphi1, DOT)
         # Rows and columns beyond the end fall into runs of their own, which are not stored.
-        dm = tl.reshape(dp * score, (BM // QUERY_RUN, QUERY_RUN, BN // RUN, RUN))
-        dm = tl.reshape(tl.permute(dm, (0, 2, 1, 3)), (BM // QUERY_RUN, BN // RUN, QUERY_RUN * RUN))
-        dm = tl.sum(dm, axis=2)
+        dm = run_sums(dp * score, QUERY_RUN, RUN, DOT)
         column = start // RUN + tl.arange(0, BN // RUN)
         tl.store(
             dm_ptr + run[:, None] * runs + column[None, :],

@@ -120,3 +120,17 @@ def weigh(scores, weight, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RUN: tl.con
     else:
         runs = tl.reshape(scores, (ROWS, COLUMNS // RUN, RUN))
         return tl.reshape(runs * weight[:, :, None], (ROWS, COLUMNS))
+
+
+@triton.jit
+def run_sums(pairs, ROW_RUN: tl.constexpr, RUN: tl.constexpr, DOT: tl.constexpr):
+    """Sums over tiles of ROW_RUN rows and RUN columns, `(rows / ROW_RUN, columns / RUN)`."""
+    rows: tl.constexpr = pairs.shape[0] // ROW_RUN
+    columns: tl.constexpr = pairs.shape[1] // RUN
+    runs = tl.reshape(pairs, (rows, ROW_RUN, columns, RUN))
+    if DOT == "ieee":
+        # Off the tensor cores the lanes that hold a tile are not neighbours, and Triton 3.6 adds up neighbours: wrong
+        # sums if both axes are reduced at once.
+        return tl.sum(tl.sum(runs, axis=3), axis=1)
+    else:
+        return tl.sum(tl.reshape(tl.permute(runs, (0, 2, 1, 3)), (rows, columns, ROW_RUN * RUN)), axis=2)

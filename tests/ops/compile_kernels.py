@@ -9,6 +9,7 @@ takes more shared memory than the GPU has, or whose machine code is faulty, and 
 import argparse
 import itertools
 import os
+import re
 import sys
 import warnings
 
@@ -52,6 +53,22 @@ class Target:
         return 0
 
 
+LINEAR = re.compile(r"^(#\w+) = #ttg\.linear<\{.*?lane = \[((?:\[[\d, ]*\](?:, )?)*)\]", re.M)
+REDUCED = re.compile(r'"tt\.reduce".*?<\{axis = (\d+) : i32\}>.*?\}\) : \(tensor<[\w]+, (#\w+)>', re.S)
+
+
+def scattered_reductions(ttgir: str) -> list[str]:
+    """Reductions over lanes that are no neighbours. Triton 3.6 takes them for neighbours and sums up the wrong ones."""
+    lanes = {name: re.findall(r"\[([\d, ]*)\]", vectors) for name, vectors in LINEAR.findall(ttgir)}
+    found = []
+    for axis, layout in REDUCED.findall(ttgir):
+        vectors = [vector.split(", ") for vector in lanes.get(layout, [])]
+        along = [bit for bit, vector in enumerate(vectors) if vector[int(axis)] != "0"]
+        if along and along[-1] - along[0] >= len(along):
+            found.append(f"axis {axis} of {layout}, lane bits {along}")
+    return found
+
+
 class Compiler:
     """Takes the place of `triton_launch.launch`."""
 
@@ -81,6 +98,9 @@ class Compiler:
         self.compiled.add((self.arch, binary.hash))
         if binary.metadata.shared > SHARED[self.arch]:
             self.faults.add(f"{name}: {binary.metadata.shared} bytes of shared memory")
+        scattered = scattered_reductions(binary.asm["ttgir"])
+        if scattered:
+            self.faults.add(f"{name}: reduces over lanes apart, {scattered[0]}")
         lost = lost_descriptors(disassembled(binary.asm["cubin"]))
         if lost:
             self.lost.add(f"{name}: lost descriptor in {lost[0]}")
@@ -136,6 +156,7 @@ def a_few(arch: int) -> None:
     if arch < 90:
         return
     attend(FLOAT32, LONG, 64, rope=True)
+    attend(FLOAT32, SHORT, 32, form="dual")
     attend(BFLOAT16, MIDDLE, 64)
     attend(BFLOAT16, LONG, 72)
     attend_with_steps(BFLOAT16, LONG, 128)

@@ -117,11 +117,14 @@ def test_with_gradients_the_steps_are_taken_apart(inputs):
         assert (got - truth).norm() <= 2e-5 * truth.norm()
 
 
-def test_wrong_norms_gates_and_choices_are_refused_in_one_line(inputs):
+def test_wrong_norms_gates_and_choices_are_refused_in_one_line(inputs, device):
     tensors, options = inputs()
     common = {**tensors, "grid": (3, 5), "block_grid": (2, 2)}
     for changes, message in (
-        ({"query_norm": (torch.ones(3), 1e-6)}, r"give \(8,\) for a norm over each head or \(2, 8\)"),
+        (
+            {"query_norm": (torch.ones(3, device=device), 1e-6)},
+            r"give \(8,\) for a norm over each head or \(2, 8\)",
+        ),
         ({"gate_bias": 1.0}, "without a gate"),
         ({"summary_dtype": torch.float16}, "torch.float32 or torch.bfloat16"),
         ({"form": "fast"}, "choose one of auto, states, dual"),
