@@ -31,16 +31,16 @@ class Constants(NamedTuple):
     bandwidth: float
     rate: float
     reads: float
-    states_launch: float = 14.0
+    states_launch: float = 11.0
     dual_launch: float = 5.0
 
 
 # Fitted in bfloat16; with float32 products only the rate differs, and it is a guess.
-_HALF = Constants(4e6, 3.5e8, 1.4e5)
+_HALF = Constants(4e6, 4.2e8, 1.4e5)
 _FULL = _HALF._replace(rate=2e7)
-PADDING = 3  # blocks, on either side
-RUN = 32  # keys that share a coefficient, where blocks hold a multiple of 8 tokens: 16 to 64 in what was measured
-BACKWARD = 1.5
+PADDING = 4  # blocks, on either side
+RUN = 24  # keys that share a coefficient, where blocks hold a multiple of 8 tokens: 16 to 64 in what was measured
+BACKWARD = 1.3
 
 
 def dual_obstacle(
