@@ -39,7 +39,7 @@ NORM_OUT_EPS = 1e-6
 class WanPositions(NamedTuple):
     """Where the tokens are, as tensors only: Diffusers' context parallelism takes nothing else.
 
-    cos, sin: `(1, N, 1, D)` each, stock Wan's table, channel pairs interleaved.
+    cos, sin: `(1, N, 1, D)` each, stock Wan's table, channel pairs interleaved; `(1, 0, 1, D)` where no layer reads it.
     frequencies: float32 `(3, D / 2)`, radians per frame, row and column: the same rotation, as a `GridRope` takes it.
     places: `(0, frames, rows, columns)`, empty; its shape is the token grid.
     """

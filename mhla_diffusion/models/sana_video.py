@@ -164,7 +164,6 @@ class MHLASanaVideoTransformer3DModel(MHLAModelMixin, SanaVideoTransformer3DMode
             rope_max_seq_len=rope_max_seq_len,
         )
         self.register_to_config(**options, mhla_norm_out=norm_out)
-        self.rope = MHLAWanRotaryPosEmbed(attention_head_dim, patch_size, rope_max_seq_len)  # the same table
         self.install_attention(
             MHLASanaVideoTransformerBlock,
             MHLASanaVideoAttention,
@@ -178,6 +177,11 @@ class MHLASanaVideoTransformer3DModel(MHLAModelMixin, SanaVideoTransformer3DMode
             gate=mhla_gate,
             local_conv=mhla_local_conv,
         )
+        tabulated = not all(
+            isinstance(block.attn1, MHLASanaVideoAttention) for block in self.transformer_blocks
+        )
+        # The same table as Wan's.
+        self.rope = MHLAWanRotaryPosEmbed(attention_head_dim, patch_size, rope_max_seq_len, tabulated)
 
     def forward(
         self,

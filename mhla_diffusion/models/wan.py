@@ -20,10 +20,21 @@ THETA = 10000.0  # stock Wan's, which no config holds
 
 
 class MHLAWanRotaryPosEmbed(WanRotaryPosEmbed):
-    """Stock Wan's rotary table, together with what it is made of: frequencies per axis, and the token grid."""
+    """Stock Wan's rotary table, together with what it is made of: frequencies per axis, and the token grid.
 
-    def __init__(self, attention_head_dim: int, patch_size: tuple[int, int, int], max_seq_len: int):
+    Args:
+        tabulated: whether a layer reads the table; where none does, it is not made, and has no tokens.
+    """
+
+    def __init__(
+        self,
+        attention_head_dim: int,
+        patch_size: tuple[int, int, int],
+        max_seq_len: int,
+        tabulated: bool = True,
+    ):
         super().__init__(attention_head_dim, patch_size, max_seq_len, THETA)
+        self.tabulated = tabulated
         self.register_buffer("frequencies", self.axial_frequencies(), persistent=False)
 
     def axial_frequencies(self) -> torch.Tensor:
@@ -62,7 +73,12 @@ class MHLAWanRotaryPosEmbed(WanRotaryPosEmbed):
                     f"{tokens} {axis} of tokens, but the rotary table holds {self.max_seq_len} positions on each axis: "
                     f"build or load the model with rope_max_seq_len={tokens}, or give smaller videos"
                 )
-        cos, sin = super().forward(hidden_states)
+        if self.tabulated:
+            cos, sin = super().forward(hidden_states)
+        else:
+            cos, sin = (
+                table.new_empty(1, 0, 1, table.shape[-1]) for table in (self.freqs_cos, self.freqs_sin)
+            )
         return WanPositions(cos, sin, handed_out(self, self.frequencies), hidden_states.new_empty(0, *grid))
 
 
@@ -200,7 +216,6 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
             pos_embed_seq_len=pos_embed_seq_len,
         )
         self.register_to_config(**options, mhla_norm_out=norm_out)
-        self.rope = MHLAWanRotaryPosEmbed(attention_head_dim, patch_size, rope_max_seq_len)
         self.install_attention(
             MHLAWanTransformerBlock,
             MHLAWanAttention,
@@ -217,6 +232,10 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
             gate=mhla_gate,
             local_conv=mhla_local_conv,
         )
+        tabulated = not all(isinstance(block.attn1, MHLAWanAttention) for block in self.blocks)
+        self.rope = MHLAWanRotaryPosEmbed(attention_head_dim, patch_size, rope_max_seq_len, tabulated)
+        if not tabulated:  # nothing to split
+            self._cp_plan = {module: plan for module, plan in self._cp_plan.items() if module != "rope"}
 
     def forward(
         self,

@@ -64,6 +64,25 @@ def test_the_frequencies_survive_a_cast_and_stock_tables_do_what_they_do_in_stoc
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, 0),
+        ({"mhla_other_layers": "softmax"}, 0),
+        ({"mhla_layers": "1/2"}, 120),
+        ({"mhla_layers": "1/2", "mhla_other_layers": "softmax"}, 120),
+    ],
+)
+def test_the_rotary_table_is_made_where_a_layer_reads_it(options, tokens):
+    ours = stirred(model(**options))
+    positions = ours.rope(transformer_inputs()["hidden_states"])
+    assert positions.cos.shape == positions.sin.shape == (1, tokens, 1, ours.config.attention_head_dim)
+    expected = run(ours, **transformer_inputs())
+    ours.rope.tabulated = True
+    assert torch.equal(run(ours, **transformer_inputs()), expected)
+
+
+@torch.no_grad()
 @SHRUNK
 def test_sizes_that_wan_users_type_run_on_one_set_of_weights():
     """480x832, 480x800 and 720x1280 of 81 frames, portrait, 704x1280, one frame, 17, 33, and TI2V's of 121 frames."""
