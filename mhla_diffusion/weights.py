@@ -124,7 +124,11 @@ def what_is_lacking(part: Path, class_name: str) -> str | None:
     elif weighed:
         return f"the config.json in the component {part.name}/"
     for listing in part.glob("*.safetensors.index.json"):
-        for shard in sorted(set(read_json(listing).get("weight_map", {}).values())):
+        weight_map = read_json(listing).get("weight_map")
+        names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+        if not names or not all(isinstance(name, str) for name in names):
+            return f"the weight_map of {listing.name} in the component {part.name}/"
+        for shard in sorted(names):
             if not (part / shard).is_file():
                 return f"the weights {shard} in the component {part.name}/"
     return None

@@ -74,6 +74,12 @@ def test_a_shard_that_is_not_there_is_named(tmp_path):
     (folder / "transformer" / "model.safetensors.index.json").write_text(json.dumps(listing))
     with pytest.raises(ValueError, match="lacks the weights model-00002-of-00002.safetensors"):
         find_pipeline(folder)
+    for weight_map in ([], 3, {}, {"a": None}):
+        (folder / "transformer" / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": weight_map})
+        )
+        with pytest.raises(ValueError, match="lacks the weight_map of model.safetensors.index.json"):
+            find_pipeline(folder)
 
 
 def test_an_unknown_pipeline_names_every_place_and_what_to_type(tmp_path, monkeypatch):

@@ -1,27 +1,28 @@
 """What a conversion will do, worked out from keys, shapes and configs before any weight is copied."""
 
-import difflib
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 
-from ..building import BUILDING
 from ..mixing import interpolate_mixing
+from .checkpoint_config import (
+    checked_arguments,
+    class_and_arguments,
+    family_named,
+    layer_number,
+    without_values,
+)
 from .checkpoint_layouts import find_layout
 from .checkpoints import Change, Layout, Move, compressed, expand, unexpected_message
-from .convert import FAMILIES, Family
+from .convert import Family
 from .mixin import MHLAModelMixin
 from .options import check_block_grid, check_values, chosen_layers
 from .tensor_files import Entry, TensorFile
 
 __all__ = ["Plan", "make_plan"]
 
-# A class that Diffusers has renamed, by the field of its config that tells which model it is.
-LEGACY = {("Transformer2DModel", "ada_norm_zero"): "DiTTransformer2DModel"}
 MIXING = ".attn1.mixing.weight"
 # Fields of a config that have an option of their own.
 OPTION_OF = {
@@ -55,7 +56,7 @@ class Plan:
             dtype = torch.float32 if key.endswith(MIXING) else file.specs[move.source][1]
 
             def values(file=file, move=move):
-                return move.take(file.read(move.source))
+                return finite(move.take(file.read(move.source)), file, move.source)
 
             lists[place[id(file)]].append(Entry(key, tuple(expected[key].shape), dtype, values))
         for key in self.new:
@@ -63,6 +64,13 @@ class Plan:
                 Entry(key, tuple(expected[key].shape), expected[key].dtype, lambda key=key: self.start(key))
             )
         return lists
+
+    def check_values(self) -> None:
+        """Read every weight of the files once. Raises ValueError on one that is not finite."""
+        for entries in self.entries():
+            for entry in entries:
+                if entry.key in self.moves:
+                    entry.make()
 
     def start(self, key: str) -> torch.Tensor:
         """The documented start of one new weight."""
@@ -159,13 +167,12 @@ def make_plan(
         arguments |= {
             **family.numerics,
             "mhla_block_grid": after,
-            "mhla_layers": chosen_layers(layers, arguments["num_layers"]),
+            "mhla_layers": chosen_layers(layers, given.get("num_layers", layer_number(arguments, family))),
             "mhla_gate": gate,
             "mhla_local_conv": local_conv,
             **given,
         }
-    with BUILDING, init_empty_weights():
-        model = family.ours(**arguments).requires_grad_(False)
+    model = without_values(family.ours, arguments)
     # The plain `to`: the models' own warns about the mixing matrices, which stay float32 by themselves.
     nn.Module.to(model, narrowest([spec[1] for file in files for spec in file.specs.values()]))
     after = tuple(after)
@@ -212,56 +219,6 @@ def described(
     return found.model, arguments, found, moves, left_out
 
 
-def class_and_arguments(stored: Mapping) -> tuple[str, dict]:
-    """Class name and arguments out of a config.json."""
-    name = stored.get("_class_name")
-    legacy = LEGACY.get((name, stored.get("norm_type")))
-    if stored.get("quantization_config"):
-        raise ValueError("the model is quantised: convert the unquantised one and quantise the result")
-    arguments = {key: value for key, value in stored.items() if not key.startswith("_")}
-    if legacy is None:
-        family = family_named(name)
-        return name, checked_arguments(
-            arguments, family.ours if name == family.ours.__name__ else family.stock, "config.json"
-        )
-    known = set(inspect.signature(family_named(legacy).stock.__init__).parameters)
-    extra = {
-        key: value for key, value in arguments.items() if key not in known and value not in (None, False, 0)
-    }
-    if extra:
-        key = next(iter(extra))
-        raise ValueError(
-            f"config.json has {key}={extra[key]!r}, which {legacy} does not know: remove it if it is idle"
-        )
-    return legacy, {key: value for key, value in arguments.items() if key in known}
-
-
-def family_named(name) -> Family:
-    for family in FAMILIES:
-        if name in (family.stock.__name__, family.ours.__name__):
-            return family
-    known = ", ".join(kind.__name__ for family in FAMILIES for kind in (family.stock, family.ours))
-    what = f"the model is a {name}" if name else "its config.json names no class"
-    raise ValueError(f"{what}; what can be converted: {known}")
-
-
-def checked_arguments(arguments: Mapping, kind: type, place: str) -> dict:
-    """The same arguments. Raises ValueError on one that the class does not take, and on a size that is none."""
-    known = dict(inspect.signature(kind.__init__).parameters)
-    del known["self"]
-    for name, value in arguments.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = (
-                f", did you mean {near[0]}?" if near else ": remove it, or upgrade diffusers if it is newer"
-            )
-            raise ValueError(f"{place} has {name!r}, which {kind.__name__} does not know{hint}")
-        is_size = known[name].annotation is int and not name.startswith("mhla_")
-        if is_size and (type(value) is not int or value < 1):
-            raise ValueError(f"{place} has {name}={value!r}: give a positive integer")
-    return dict(arguments)
-
-
 def refuse_changes(layers, gate: bool, local_conv: int | None) -> None:
     for name, value in (("layers", layers), ("gate", gate or None), ("local-conv", local_conv)):
         if value is not None:
@@ -273,6 +230,19 @@ def refuse_changes(layers, gate: bool, local_conv: int | None) -> None:
 def narrowest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     """The type of new weights: a half-precision model keeps some weights in float32."""
     return next((dtype for dtype in (torch.float16, torch.bfloat16) if dtype in dtypes), torch.float32)
+
+
+def finite(tensor: torch.Tensor, file: TensorFile, key: str) -> torch.Tensor:
+    """The same tensor. Raises ValueError when it holds an infinite value or NaN."""
+    values = (
+        tensor.float() if tensor.dtype.itemsize == 1 else tensor
+    )  # the smallest types have no comparisons
+    if tensor.numel() and not torch.stack(values.aminmax()).isfinite().all():
+        raise ValueError(
+            f"{file.path} holds infinite values or NaN in {key}: copy or download it again, or take a checkpoint from "
+            "before they arose"
+        )
+    return tensor
 
 
 def interpolated(move: Move, before: tuple[int, ...], after: tuple[int, ...]) -> Move:
@@ -309,6 +279,9 @@ def checked_moves(
     for move in moves:
         if move.target in result:
             raise ValueError(f"{move.source} and {result[move.target][1].source} both become {move.target}")
+        dtype = owner[move.source].specs[move.source][1]
+        if not dtype.is_floating_point:
+            raise ValueError(f"{move.source} is of type {dtype}: give weights that are not quantised")
         # Interpolation changes the shape of what is read; everything else can be tried without values.
         if move.target.endswith(MIXING):
             got = tuple(move.take(owner[move.source].read(move.source)).shape)

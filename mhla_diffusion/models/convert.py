@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import init_empty_weights
+from accelerate.hooks import CpuOffload
 from diffusers import (
     DiffusionPipeline,
     DiTTransformer2DModel,
@@ -81,7 +82,8 @@ def convert(
             returned model's class; None: that class's own choice.
 
     Raises ValueError (one line that says what is allowed) on another kind of model, on a model that is
-    quantised, offloaded or carries adapters, and on an option outside its range.
+    quantised, stored in another type than it computes in, offloaded or carries adapters, and on an option outside its
+    range.
     """
     if unknown:
         name = next(iter(unknown))
@@ -175,8 +177,31 @@ def check_usable(model: ModelMixin, action: str) -> None:
         raise ValueError(f"the model is quantised: {action} it first and quantise the result")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError(f"the model carries adapters: fuse or unload them, {action}, then load them again")
-    if any(parameter.is_meta for parameter in model.parameters()):
+    hooks = hooks_that_move_weights(model)
+    if (
+        "layerwise_casting" in hooks
+    ):  # the result would compute in the type that the weights are only stored in
+        raise ValueError(
+            f"the model's weights are stored in another type (enable_layerwise_casting): {action} it first and "
+            "cast the result"
+        )
+    if hooks or any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"the model's weights are offloaded: {action} it before offload is enabled")
+
+
+def hooks_that_move_weights(model: ModelMixin) -> set[str]:
+    """Names of the hooks that fetch or cast weights for `forward`, which a model on the same tensors would lack."""
+    found = set()
+    for module in model.modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        found |= {
+            name
+            for name in ("group_offloading", "layerwise_casting")
+            if registry is not None and registry.get_hook(name) is not None
+        }
+    if isinstance(getattr(model, "_hf_hook", None), CpuOffload):  # of a pipeline's model offload
+        found.add("model_offloading")
+    return found
 
 
 def rebuild(
@@ -203,6 +228,8 @@ def rebuild(
             parameter.requires_grad_(name not in frozen)
     copy_buffers(model, rebuilt)
     rebuilt.train(model.training)
+    if model.is_gradient_checkpointing:
+        rebuilt.enable_gradient_checkpointing(model._gradient_checkpointing_func)
     return rebuilt, [key for key in expected if key not in state]
 
 

@@ -18,6 +18,7 @@ from .adapters import AdapterMixin
 from .context_parallel import ContextParallelMixin
 from .model_card import CardWithImportLine
 from .options import attention_options, check_options
+from .tensor_files import open_tensors, weight_files
 
 
 class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
@@ -131,13 +132,21 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
-        """As in Diffusers, by one thread at a time."""
+        """As in Diffusers, by one thread at a time; a damaged file or index raises a one-line ValueError."""
         if kwargs.get("low_cpu_mem_usage") is False and kwargs.get("device_map") is None:
             # Stock models load with it. Diffusers refuses it where some weights stay in float32, as the mixing does;
             # without it the same weights are loaded by another way.
             del kwargs["low_cpu_mem_usage"]
-        with BUILDING:
-            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        try:
+            with BUILDING:
+                return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        except (OSError, RuntimeError, LookupError, TypeError, AttributeError):
+            # Diffusers does not say what is wrong with a file, and fails anyhow on an index that is none.
+            folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
+            if (folder / "config.json").is_file():
+                for path in weight_files(folder, kwargs.get("variant")):
+                    open_tensors(path)
+            raise
 
     @classmethod
     def load_config(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -236,6 +245,11 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
                 f"for ({', '.join(sorted(unexpected)[:3])}, ...): load it with the config.json that it was saved with"
             )
         lost = loaded[0].initialise_new_weights(missing)
+        if "disk" not in (kwargs.get("device_map") or {}).values():
+            # Of shards, Diffusers believes the index: what it lists and no shard holds is still without values.
+            lost += [
+                name for name, weight in loaded[0].named_parameters() if weight.is_meta and name not in lost
+            ]
         if lost:
             raise ValueError(
                 f"the checkpoint lacks {len(lost)} of the model's weights ({', '.join(sorted(lost)[:3])}, "

@@ -111,7 +111,7 @@ def state_of(loaded, path: Path, name: str | None = None) -> tuple[dict[str, tor
         raise ValueError(
             f"{path} holds a {type(loaded).__name__}, not a state dict: give a checkpoint of weights"
         )
-    inside = [key for key in STATE_NAMES if isinstance(loaded.get(key), Mapping)]
+    inside = [key for key in STATE_NAMES if isinstance(loaded.get(key), Mapping) and loaded[key]]
     if name is None:
         name = inside[0] if inside else ""
     elif not isinstance(loaded.get(name), Mapping):

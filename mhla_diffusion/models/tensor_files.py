@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ..weights import check_safetensors, read_json
 from .safe_pickle import load_pickle, state_of, unwrapped
@@ -81,9 +81,16 @@ def open_tensors(path: Path, weights: str | None = None) -> TensorFile:
     with open(path, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__", None)
-    strange = sorted({entry["dtype"] for entry in header.values()} - set(DTYPES))
+    strange = sorted({str(entry.get("dtype")) for entry in header.values()} - set(DTYPES))
     if strange:
         raise ValueError(f"{path} holds tensors of type {strange[0]}: give weights that are not quantised")
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} has no readable safetensors header ({' '.join(str(error).split())}): copy or download it again"
+        ) from None
 
     def read(key: str) -> torch.Tensor:
         # Opened for each tensor: the mapping ends with the last tensor in use, so that one file's pages do not
@@ -149,6 +156,9 @@ def belonging(folder: Path, files: list[Path], index: Path | None) -> list[Path]
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index} has no weight_map: {AGAIN}")
+    for key, name in weight_map.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{index} has {key} in {name!r}, which is no file name: {AGAIN}")
     listed = sorted(set(weight_map.values()))
     for name in listed:
         if os.path.basename(name) != name:

@@ -114,7 +114,7 @@ def convert_folder(
     Raises ValueError (one line) on anything amiss; `out` does not exist then.
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
-    if out.exists() and not dry_run:
+    if (out.exists() or out.is_symlink()) and not dry_run:  # also a link that leads nowhere
         raise ValueError(f"{out} exists already: give the name of a new folder")
     if not dry_run:
         check_writable(out)
@@ -149,7 +149,10 @@ def convert_folder(
                 f"{out} is inside {found.pipeline}, which is copied: give a folder outside of it"
             )
     result = Conversion(out, plans, sums)
-    if not dry_run:
+    if dry_run:
+        for plan in plans.values():
+            plan.check_values()
+    else:
         write(found, result, source)
     return result
 

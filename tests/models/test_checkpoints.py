@@ -214,6 +214,21 @@ def test_what_would_change_the_output_is_refused(tmp_path, name, change, message
     assert message in refused(tmp_path / "a.pt", tmp_path / "out", config=heads)
 
 
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_values_that_no_model_can_compute_with_are_refused(tmp_path, suffix, dry_run):
+    path, out, key = tmp_path / f"a.{suffix}", tmp_path / "out", "blocks.1.mlp.fc1.weight"
+    state = state_in("dit")
+    for values, message in (
+        (torch.full_like(state[key], float("nan")), f"holds infinite values or NaN in {key}"),
+        (state[key].half() * 1e9, f"holds infinite values or NaN in {key}"),
+        (state[key].char(), f"{key} is of type torch.int8: give weights that are not quantised"),
+    ):
+        save = save_file if suffix == "safetensors" else torch.save
+        save(state | {key: values}, path)
+        assert message in refused(path, out, dry_run=dry_run)
+
+
 def test_the_layout_is_recognised_or_said_to_be_unknown(tmp_path):
     path, out = tmp_path / "a.pt", tmp_path / "out"
     torch.save(state_in("official"), path)

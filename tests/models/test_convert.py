@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload_with_hook
 from diffusers import SanaPipeline, SanaTransformer2DModel
+from diffusers.hooks import apply_group_offloading
 from model_checks import relative
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
@@ -179,6 +181,20 @@ def test_integers_of_any_kind_are_taken_and_saved_as_plain_ones(tmp_path):
     assert direct.config.mhla_block_grid == [2, 3] and direct.transformer_blocks[0].attn1.block_grid == (2, 3)
 
 
+def offloaded(model: SanaTransformer2DModel, how: str) -> SanaTransformer2DModel:
+    cpu = torch.device("cpu")
+    if how == "model":
+        cpu_offload_with_hook(model, execution_device=cpu)
+    else:
+        apply_group_offloading(model, cpu, cpu, offload_type=how, num_blocks_per_group=1)
+    return model
+
+
+def stored_in_fp8(model: SanaTransformer2DModel) -> SanaTransformer2DModel:
+    model.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
+    return model
+
+
 def with_adapter() -> SanaTransformer2DModel:
     model = stock_transformer()
     model.add_adapter(LoraConfig(r=2, target_modules=TARGETS))
@@ -198,12 +214,26 @@ def with_adapter() -> SanaTransformer2DModel:
         (lambda: convert(stock_transformer()), "converted already"),
         (with_adapter, "carries adapters"),
         (lambda: stock_transformer().to("meta"), "offloaded"),
+        (lambda: offloaded(stock_transformer(), "block_level"), "convert it before offload"),
+        (lambda: offloaded(stock_transformer(), "leaf_level"), "convert it before offload"),
+        (lambda: offloaded(stock_transformer(), "model"), "convert it before offload"),
+        (lambda: stored_in_fp8(stock_transformer()), "enable_layerwise_casting.: convert it first"),
     ],
 )
 def test_a_model_that_cannot_be_converted_is_refused_in_one_line(make, message):
     with pytest.raises(ValueError, match=message) as caught:
         convert(make())
     assert "\n" not in str(caught.value)
+
+
+def test_checkpointing_is_carried_over_and_back():
+    stock = stock_transformer()
+    assert not convert(stock).is_gradient_checkpointing
+    stock.enable_gradient_checkpointing()
+    converted = convert(stock)
+    assert converted.is_gradient_checkpointing and restore(converted).is_gradient_checkpointing
+    converted.train()(**transformer_inputs()).sample.sum().backward()
+    assert converted.transformer_blocks[0].attn1.mixing.weight.grad.any()
 
 
 def test_restore_takes_only_what_convert_made():

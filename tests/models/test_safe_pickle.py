@@ -107,6 +107,7 @@ def test_the_weights_inside_are_found_by_name():
     both = {"model": STATE, "ema": other}
     assert state_of(both, path) == (other, "ema")
     assert state_of(both, path, "model")[0].keys() == STATE.keys()
+    assert state_of({"model": STATE, "ema": {}}, path)[1] == "model"  # an average that was never begun
     for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "model.diffusion_model."):
         assert state_of({prefix + key: x for key, x in STATE.items()}, path)[0].keys() == STATE.keys()
 

@@ -1,9 +1,12 @@
 """MHLASanaTransformer2DModel: stock where MHLA is off, a good Diffusers model where it is on."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, SanaTransformer2DModel
 from model_checks import relative, same_weights, stirred
+from safetensors.torch import load_file, save_file
 from tiny_sana import EVERYTHING, model, run, stock_transformer, transformer_inputs
 
 from mhla_diffusion.attention import MHLASanaAttention
@@ -36,6 +39,26 @@ def test_a_checkpoint_without_the_shared_weights_is_refused(tmp_path):
     with pytest.raises(ValueError, match="lacks .* of the model's weights") as caught:
         MHLASanaTransformer2DModel.from_pretrained(tmp_path, num_layers=2)
     assert "\n" not in str(caught.value)
+
+
+def test_shards_that_do_not_hold_what_their_index_says_are_refused(tmp_path):
+    model().save_pretrained(tmp_path, max_shard_size="20KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[0]
+    lost = len(load_file(shard))
+    for content, message in (
+        (lambda: save_file({}, shard), f"lacks {lost} of the model's weights"),
+        (lambda: shard.write_bytes(b""), f"{shard.name} is cut short or no safetensors file .0 bytes"),
+        (shard.unlink, f"names {shard.name}, which is missing"),
+        (lambda: index_of(tmp_path).write_text('{"weight_map": 3}'), "has no weight_map"),
+    ):
+        content()
+        with pytest.raises(ValueError, match=message) as caught:
+            MHLASanaTransformer2DModel.from_pretrained(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def index_of(folder: Path) -> Path:
+    return next(folder.glob("*.index.json"))
 
 
 @torch.no_grad()

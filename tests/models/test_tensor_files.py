@@ -124,6 +124,8 @@ def test_a_missing_or_surplus_shard_is_named(sharded):
     assert "no index of its shards" in refused(sharded)
     (sharded / INDEX).write_text('{"weight_map": {}}')
     assert "has no weight_map" in refused(sharded)
+    (sharded / INDEX).write_text('{"weight_map": {"a": null}}')
+    assert "has a in None, which is no file name" in refused(sharded)
     (sharded / INDEX).write_text("{")
     assert "not valid JSON" in refused(sharded)
 
@@ -143,11 +145,23 @@ def test_a_folder_without_weights_or_with_too_many_is_refused(tmp_path):
     assert "several weight files" in refused(tmp_path)
 
 
-def test_quantised_files_are_refused(tmp_path):
-    header = json.dumps({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "F4"}, "type F4: give weights that are not quantised"),
+        ({"dtype": None}, "type None"),
+        ({"shape": [-1]}, "no readable safetensors header"),
+        ({"shape": [2]}, "no readable safetensors header"),
+        ({"shape": "x"}, "no readable safetensors header"),
+        ({"data_offsets": [-3, 1]}, "no readable safetensors header"),
+    ],
+)
+def test_quantised_files_and_headers_that_contradict_themselves_are_refused(tmp_path, change, message):
+    header = json.dumps({"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]} | change}).encode()
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
-    with pytest.raises(ValueError, match="type F4: give weights that are not quantised"):
+    with pytest.raises(ValueError, match=message) as caught:
         open_tensors(tmp_path / "a.safetensors")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.eye(2, dtype=torch.complex64)])

@@ -111,7 +111,7 @@ def test_an_early_dit_folder_with_pickled_weights_is_read(tmp_path):
     pipe = tiny_dit.stock_pipeline()
     pipe.save_pretrained(tmp_path / "stock")
     folder = tmp_path / "stock" / "transformer"
-    idle = {"cross_attention_dim": None, "only_cross_attention": False, "num_vector_embeds": None}
+    idle = {"cross_attention_dim": None, "only_cross_attention": False, "attention_type": "default"}
     edit(folder / "config.json", _class_name="Transformer2DModel", **idle)
     config = json.loads((folder / "config.json").read_text()) | idle
     (folder / "config.json").write_text(json.dumps(config))
@@ -253,8 +253,11 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(tmp_path, stock):
     ]:
         assert named in refused(source, tmp_path / "out", **options)
     assert "hf download somebody/model --local-dir model" in refused("somebody/model", tmp_path / "out")
-    with pytest.raises(ValueError, match="exists already"):
-        convert_folder(stock, stock)
+    (tmp_path / "link").symlink_to("nowhere")
+    for there in (stock, tmp_path / "link"):
+        with pytest.raises(ValueError, match="exists already"):
+            convert_folder(stock, there)
+    (tmp_path / "link").unlink()
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="cannot write"):
@@ -283,6 +286,9 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path, stock):
         ({"num_layers": 1}, "has no place for: transformer_blocks.1"),
         ({"caption_channels": 17}, "the shape (16, 16)"),
         ({"quantization_config": {"load_in_8bit": True}}, "is quantised"),
+        ({"_class_name": ["a"]}, "the model is a ['a']"),
+        ({"dropout": "x"}, "no MHLASanaTransformer2DModel can be built of this config (TypeError: "),
+        ({"num_layers": None}, "transformer_blocks.{2-19}"),  # left out: the class's own number
     ]:
         edit(stock / "config.json", **changes)
         assert named in refused(stock, out)
