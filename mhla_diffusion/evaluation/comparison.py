@@ -16,9 +16,14 @@ def read_result(path: Path) -> dict:
         raise ValueError(f"there is no result {path}: give what mhla eval run wrote")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found["values"], dict) or found["schema_version"] != 1:
-            raise KeyError("schema_version")
-    except (ValueError, KeyError, TypeError) as error:
+        if not isinstance(found["protocol"], str) or found["schema_version"] != 1:
+            raise ValueError(f"schema {found['schema_version']} of {found['protocol']!r}")
+        for metric, row in found["values"].items():
+            if not isinstance(row["value"], int | float):
+                raise ValueError(f"{metric} is {row['value']!r}")
+    except UnicodeDecodeError:  # its words hold the whole file
+        raise ValueError(f"{path} is no JSON: give what mhla eval run wrote") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no result of this version ({error!r}): make it again") from None
     return found | {"file": str(path)}
 

@@ -32,6 +32,24 @@ def test_results_of_one_protocol_make_a_table(tmp_path, capsys):
     assert out[-1] == "fd is of 9, 8 samples: a Fréchet distance depends on the count"
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff" * 9999,
+        b"[1]",
+        b'{"values": {}, "schema_version": 1}',
+        b'{"values": {"fd": 3}, "schema_version": 1, "protocol": "x"}',
+        b'{"values": [1], "schema_version": 1, "protocol": "x"}',
+        b'{"values": {}, "schema_version": 9, "protocol": "x"}',
+    ],
+)
+def test_what_is_no_result_is_one_short_line(tmp_path, capsys, content):
+    (tmp_path / "a.json").write_bytes(content)
+    assert main(["eval", "compare", str(tmp_path / "a.json")]) == 2
+    err = capsys.readouterr().err
+    assert "a.json is no" in err and err.count("\n") == 1 and len(err) < 300
+
+
 def test_other_weights_of_the_same_network_are_doubted(tmp_path, capsys):
     files = [result(tmp_path / f"{name}.json", 1) for name in "abc"]
     for file, sha256, kind in zip(files, ("1" * 64, "1" * 64, "2" * 64), (dict, list, list), strict=True):

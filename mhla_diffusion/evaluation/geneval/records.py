@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +44,7 @@ def read_records(path: Path) -> list[Record]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}: {ADVICE}")
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines_of(path), 1):
         if not line.strip():
             continue
         try:
@@ -68,16 +69,19 @@ def read_detections(path: Path) -> tuple[list[Found], dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"there is no file of detections {path}: give one, or a folder of pictures")
     found, about = [], {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines_of(path), 1):
         if not line.strip():
             continue
         try:
             fields = json.loads(line)
             if "about" in fields:
-                about = fields["about"]
+                about = dict(fields["about"])
                 continue
             detections = [detection_of(each) for each in fields["detections"]]
-            found.append(Found(fields["image"], detections, fields.get("prompt")))
+            image, prompt = fields["image"], fields.get("prompt")
+            if not isinstance(image, str) or not image or not isinstance(prompt, str | None):
+                raise ValueError(f"image {image!r} or prompt {prompt!r} is no text")
+            found.append(Found(image, detections, prompt))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f'{path}, line {number}, is no picture ({error!r}): give {{"image": "00000/samples/0000.png", '
@@ -88,11 +92,22 @@ def read_detections(path: Path) -> tuple[list[Found], dict[str, Any]]:
     return found, about | {"file": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
+def lines_of(path: Path) -> list[str]:
+    """Raises ValueError, naming the file, when it is no text in UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 (byte {error.start}): store it as that") from None
+
+
 def detection_of(fields: dict) -> Detection:
-    box = tuple(float(edge) for edge in fields["box"])
-    if len(box) != 4 or box[2] < box[0] or box[3] < box[1]:
+    """Raises ValueError for a box or a score that is none; every comparison with NaN would just come out false."""
+    box, score = tuple(float(edge) for edge in fields["box"]), float(fields["score"])
+    if len(box) != 4 or not all(map(math.isfinite, box)) or box[2] < box[0] or box[3] < box[1]:
         raise ValueError(f"box {list(box)} is not left, top, right, bottom")
-    return Detection(str(fields["class"]), float(fields["score"]), box, fields.get("color"))
+    if not 0 <= score <= 1:
+        raise ValueError(f"score {score} is not in [0, 1]")
+    return Detection(str(fields["class"]), score, box, fields.get("color"))
 
 
 def write_detections(path: Path, found: Iterable[Found], about: dict) -> None:

@@ -118,7 +118,8 @@ def preflight(protocol: Protocol, inputs: Inputs) -> dict[str, Lack]:
     And also when nothing would remain.
     """
     found = {}
-    weights = {"vbench-prompts": inputs.plan, **inputs.weights} if inputs.plan else inputs.weights
+    listed = inputs.plan or inputs.prompts  # of the videos that VBench wants
+    weights = {"vbench-prompts": listed, **inputs.weights} if listed else inputs.weights
     for name, lacking in missing(protocol, weights).items():
         if lacking:
             found[name] = next((lack for lack in lacking if lack.metric is None), lacking[0])
@@ -145,7 +146,9 @@ def result_of(
     notes: list[str],
     seconds: float,
 ) -> dict:
-    devices = [part["environment"]["device"] for part in parts.values() if "environment" in part]
+    # Rules that are plain Python, as GenEval's, name no device.
+    environments = [part.get("environment", {}) for part in parts.values()]
+    devices = [each["device"] for each in environments if "device" in each]
     return {
         "schema_version": SCHEMA,
         "protocol": protocol.protocol,

@@ -199,7 +199,7 @@ def run_video_check(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     if inputs.plan:
         made, about = read_plan(inputs.plan), {"path": inputs.plan, "sha256": sha256_of(Path(inputs.plan))}
     else:
-        records, about = read_records(inputs.weights.get("vbench-prompts"))
+        records, about = read_records(inputs.weights.get("vbench-prompts") or inputs.prompts)
         made = plan(records, about, dimensions=listed(options, "dimensions", str) or ())
     size = listed(options, "size", int)
     if size and len(size) != 2:

@@ -40,7 +40,7 @@ def prompts_of(pictures: PictureSet, file: str | None, *, keyed: bool = False, w
     if not path.is_file():
         raise ValueError(f"there is no file of prompts {path}: give {WAYS}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors put a mark before the first letter
         if path.suffix == ".txt" and not keyed:
             texts = in_order([line for line in text.splitlines() if line.strip()], pictures, path)
         elif path.suffix in (".json", ".jsonl"):
@@ -48,7 +48,9 @@ def prompts_of(pictures: PictureSet, file: str | None, *, keyed: bool = False, w
             texts = by_name_of(by_name, pictures, path, whole)
         else:
             raise ValueError(f"{path} is no file of prompts: give {WAYS}")
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except UnicodeDecodeError as error:  # its words hold the whole file
+        raise ValueError(f"{path} is no text in UTF-8 (byte {error.start}): store it as that") from None
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read as prompts ({error!r}): give {WAYS}") from None
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     return Prompts(texts, {"file": str(path), "sha256": sha256, "count": len(texts)})
@@ -85,13 +87,15 @@ def by_key(records: dict) -> dict[str, str]:
 
 
 def by_file(text: str) -> dict[str, str]:
-    records = [json.loads(line) for line in text.splitlines() if line.strip()]
-    return {
-        record["file"] if "file" in record else record["image"]: record["prompt"]
-        if "prompt" in record
-        else record["caption"]
-        for record in records
-    }
+    """A line for each picture: {file or image, prompt or caption}. Raises ValueError for two prompts of one picture."""
+    found: dict[str, str] = {}
+    for line in filter(str.strip, text.splitlines()):
+        record = json.loads(line)
+        name = record["file"] if "file" in record else record["image"]
+        prompt = record["prompt"] if "prompt" in record else record["caption"]
+        if found.setdefault(name, prompt) != prompt:
+            raise ValueError(f"{name} has two prompts, {found[name]!r} and {prompt!r}: keep one")
+    return found
 
 
 def by_name_of(prompts: dict[str, str], pictures: PictureSet, path: Path, whole: bool) -> list[str]:
@@ -108,6 +112,8 @@ def by_name_of(prompts: dict[str, str], pictures: PictureSet, path: Path, whole:
             )
         if name in used:
             raise ValueError(f"two pictures are named {name}, the second is {file}: keep one")
+        if not isinstance(prompts[name], str):
+            raise ValueError(f"{path}: the prompt of {name} is {prompts[name]!r}: give text")
         used.add(name)
         texts.append(prompts[name])
     lost = [name for name in prompts if name not in used]

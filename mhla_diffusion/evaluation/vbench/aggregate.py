@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from .dimensions import DIMENSIONS, GROUP_WEIGHTS, members
 
 # Mean cosines of a video and its text, which can be negative.
 COSINES = {"appearance_style", "temporal_style", "overall_consistency"}
+# A mean of cosines in float32, as of a video that stands still, can lie so little above 1.
+HIGHEST = 1 + 1e-3
 
 
 @dataclass
@@ -26,6 +28,7 @@ class RawScores:
     rescaled: dict[str, float] = field(default_factory=dict)  # what the file said, of those given out of 100
     sources: list[dict[str, str]] = field(default_factory=list)
     settings: dict[str, dict] = field(default_factory=dict)  # of those that `run` scored
+    doubts: list[str] = field(default_factory=list)  # scores whose scale is not sure
 
 
 def totals(raw: Mapping[str, float], *, missing: str = "refuse") -> dict[str, float | None]:
@@ -99,7 +102,7 @@ def one_score(name: str, value, source: str) -> tuple[float, int | None]:
 def read_results(paths: Sequence[str | Path]) -> RawScores:
     """Raw scores of result files, VBench's own or {dimension: number}, merged.
 
-    A score above 1 is taken to be out of 100, and noted. Dimensions may be written with spaces.
+    A score above 1 (but for rounding) is taken to be out of 100, and noted. Dimensions may be written with spaces.
 
     Raises ValueError, naming the file, for an unknown dimension, a score that is none, or two different ones.
     """
@@ -117,8 +120,10 @@ def read_results(paths: Sequence[str | Path]) -> RawScores:
             own = settings_beside(source)
             raw.settings |= {name: own for name in entries if own}
             raw.sources.append({"path": source, "sha256": hashlib.sha256(content).hexdigest()})
-            for key, entry in entries.items():
-                add(raw, key.strip().lower().replace(" ", "_"), entry, source)
+            names = {key.strip().lower().replace(" ", "_"): entry for key, entry in entries.items()}
+            for name, entry in names.items():
+                add(raw, name, entry, source)
+            raw.doubts += two_scales(raw, names, source)
     return raw
 
 
@@ -155,16 +160,28 @@ def add(raw: RawScores, name: str, entry, source: str) -> None:
         hint = f", did you mean {near[0]}?" if near else f": they are {', '.join(DIMENSIONS)}"
         raise ValueError(f"{source}: {name!r} is no dimension of VBench{hint}")
     given, videos = one_score(name, entry, source)
-    value = given / 100 if given > 1 else given
+    value = given / 100 if given > HIGHEST else given
     if name in raw.values and not math.isclose(raw.values[name], value, rel_tol=1e-9):
         raise ValueError(
             f"{source}: {name} is {value}, another file says {raw.values[name]}: give one of them"
         )
     raw.values[name] = value
-    if given > 1:
+    if given > HIGHEST:
         raw.rescaled[name] = given
     if videos is not None:
         raw.videos[name] = videos
+
+
+def two_scales(raw: RawScores, names: Iterable[str], source: str) -> list[str]:
+    """Of a file in percent, what is below 1 all the same. VBench itself prints imaging quality out of 100."""
+    percent = [name for name in names if name in raw.rescaled and name != "imaging_quality"]
+    others = [name for name in names if name not in raw.rescaled and raw.values[name] > 0]
+    if not percent or not others:
+        return []
+    return [
+        f"{source}: {', '.join(percent[:3])} are out of 100, {others[0]} is {raw.values[others[0]]:g}: if that is out "
+        "of 100, too, divide it"
+    ]
 
 
 def aggregate(raw: RawScores, *, missing: str = "refuse") -> dict:
@@ -175,6 +192,7 @@ def aggregate(raw: RawScores, *, missing: str = "refuse") -> dict:
         f"{name}: {given} is out of 100, taken as {raw.values[name]:.6g}"
         for name, given in raw.rescaled.items()
     ]
+    notes += raw.doubts
     if absent and missing == "zero":
         notes.append(
             f"{len(absent)} dimensions count as raw 0, as in the official script: {', '.join(absent)}"

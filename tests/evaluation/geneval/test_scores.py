@@ -85,6 +85,15 @@ def test_a_whole_set(place, capsys):
     assert result["features"]["detector"] == "by hand" and len(result["inputs"]["prompts"]["sha256"]) == 64
 
 
+def test_the_protocol_of_a_file_gives_the_same(place):
+    write_detections(place / "det.jsonl", whole(), {"detector": "by hand", "official": True})
+    assert run(place) == 0
+    command = ["eval", "run", "--protocol", "geneval", "--samples", str(place / "det.jsonl")]
+    assert main([*command, "--prompts", str(place / "metadata.jsonl"), "--out", str(place / "out")]) == 0
+    found = json.loads((place / "out" / "result.json").read_text())
+    assert found["values"] == json.loads((place / "a.json").read_text())["values"]
+
+
 def test_a_part_has_no_overall_score_and_says_what_is_missing(place, capsys):
     write_detections(place / "det.jsonl", whole()[:6], {})
     assert run(place) == 0
@@ -143,11 +152,21 @@ def test_what_does_not_pair_is_one_line(place, capsys, found, message):
             '{"image": "a", "detections": [{"class": "a", "score": 1, "box": [3, 0, 1, 1]}]}',
             "left, top, right",
         ),
+        (
+            '{"image": "a", "detections": [{"class": "a", "score": 1, "box": [NaN, 0, 1, 1]}]}',
+            "left, top, right",
+        ),
+        ('{"image": "a", "detections": [{"class": "a", "score": NaN, "box": [0, 0, 1, 1]}]}', "not in"),
+        ('{"image": "a", "detections": [{"class": "a", "score": 95, "box": [0, 0, 1, 1]}]}', "not in"),
+        ('{"image": 3, "detections": []}', "is no text"),
+        ('{"image": "", "detections": []}', "is no text"),
+        ('{"about": "mmdet"}', "line 1, is no picture"),
+        ('{"image": "caf\udce9"}', "no text in UTF-8"),
         ("", "holds no picture"),
     ],
 )
 def test_what_are_no_detections_is_refused(place, line, message):
-    (place / "det.jsonl").write_text(line)
+    (place / "det.jsonl").write_bytes(line.encode("utf-8", "surrogateescape"))
     with pytest.raises(ValueError, match=message):
         read_detections(place / "det.jsonl")
 

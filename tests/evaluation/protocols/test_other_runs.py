@@ -62,6 +62,13 @@ def test_videos_and_the_results_of_vbench(tmp_path, capsys):
     assert main([*common, check, "--plan", plan]) == 2
     assert "2 of 3 expected videos found" in capsys.readouterr().err
     assert main([*common, check, "--plan", plan_of(tmp_path, 2)]) == 0
+    assert (
+        main([*common, check]) == 3 and "give VBench_full_info.json with --prompts" in capsys.readouterr().err
+    )
+    records = [{"prompt_en": "a whale", "dimension": ["scene"]}]
+    (tmp_path / "info.json").write_text(json.dumps(records))
+    assert main([*common, check, "--prompts", str(tmp_path / "info.json")]) == 2  # five of each prompt
+    assert "2 of 5 expected videos found" in capsys.readouterr().err
 
 
 def test_no_video_of_the_plan_is_there(tmp_path, capsys):

@@ -53,6 +53,7 @@ def test_files_of_prompts(folder):
         write(folder, "a.jsonl", "\n".join(lines)),
         write(folder, "b.jsonl", "\n".join(captions)),
         write(folder, "c.txt", "P a\nP b\n\nP c\n"),
+        write(folder, "marked.txt", "\ufeffP a\r\nP b\r\nP c\r\n"),
     ):
         assert prompts_of(pictures, file).texts == ["P a", "P b", "P c"], file
     assert prompts_of(pictures, str(folder / "meta_data.json"), keyed=True).texts[0] == "P a"
@@ -66,6 +67,14 @@ def test_files_of_prompts(folder):
         ("a.json", '{"a": "x", "b": "y", "c": "z", "d": "w"}', {}, "3 of 4 expected pictures found"),
         ("a.json", "[1, 2]", {}, "cannot be read as prompts"),
         ("a.jsonl", "{", {}, "cannot be read as prompts"),
+        ("a.json", '{"a": "x", "b": 3, "c": "z"}', {}, "cannot be read as prompts"),
+        ("a.jsonl", '{"file": "a", "prompt": 3}', {}, "the prompt of a is 3: give text"),
+        (
+            "a.jsonl",
+            '{"file": "a", "prompt": "x"}\n{"file": "a", "prompt": "y"}',
+            {},
+            "a has two prompts, 'x' and 'y'",
+        ),
         ("a.csv", "x", {}, "is no file of prompts"),
         ("a.txt", "a\nb\nc\n", {"keyed": True}, "is no file of prompts"),
     ],
@@ -75,6 +84,13 @@ def test_what_does_not_pair_is_refused(folder, name, content, options, message):
     with pytest.raises(ValueError, match=message) as error:
         prompts_of(pictures, write(folder, name, content), **options)
     assert "\n" not in str(error.value)
+
+
+def test_a_file_in_another_code_is_named_without_its_content(folder):
+    (folder / "latin.txt").write_bytes(b"caf\xe9\n" * 3)
+    with pytest.raises(ValueError, match=r"latin.txt is no text in UTF-8 \(byte 3\)") as error:
+        prompts_of(open_pictures(folder / "p"), str(folder / "latin.txt"))
+    assert len(str(error.value)) < 200
 
 
 def test_a_part_may_be_scored(folder):

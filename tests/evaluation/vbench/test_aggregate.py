@@ -87,6 +87,16 @@ def test_scores_out_of_100_are_taken_as_such_and_named(tmp_path):
     assert found["rescaled"] == {"imaging_quality": 72.9} and found["total"] is None
 
 
+def test_a_score_that_rounding_puts_above_1_is_not_out_of_100(tmp_path):
+    raw = read_results([result_file(tmp_path / "a.json", subject_consistency=1.0000002)])
+    assert raw.values == {"subject_consistency": 1.0000002} and raw.rescaled == {}
+
+
+def test_a_file_of_two_scales_is_doubted(tmp_path):
+    raw = read_results([result_file(tmp_path / "a.json", scene=55.0, dynamic_degree=0.4, imaging_quality=70)])
+    assert "scene are out of 100, dynamic_degree is 0.4" in aggregate(raw)["warnings"][2]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
