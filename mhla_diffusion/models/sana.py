@@ -8,6 +8,7 @@ from diffusers.models.transformers.sana_transformer import SanaTransformerBlock
 from torch import nn
 
 from ..attention import GridSelfAttention, MHLASanaAttention, SoftmaxSanaAttention
+from ..feed_forward import GatedConvFeedForward
 from .layers import known_to_caches
 from .mixin import MHLAModelMixin
 
@@ -27,7 +28,7 @@ class MHLASanaTransformerBlock(nn.Module):
         self.attn1: Attention = stock.attn1 if attn1 is None else attn1.adopt(stock.attn1)
         self.norm2 = stock.norm2
         self.attn2 = stock.attn2
-        self.ff = stock.ff
+        self.ff = stock.ff if attn1 is None else GatedConvFeedForward.of(stock.ff)
         self.scale_shift_table = stock.scale_shift_table
 
     def forward(

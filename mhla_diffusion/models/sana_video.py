@@ -9,6 +9,7 @@ from diffusers.models.transformers.transformer_sana_video import SanaVideoTransf
 from torch import nn
 
 from ..attention import GridSelfAttention
+from ..feed_forward import GatedTemporalConvFeedForward
 from ..sana_video_attention import QK_NORMS, MHLASanaVideoAttention, SoftmaxSanaVideoAttention
 from ..wan_attention import WanPositions
 from .layers import known_to_caches
@@ -32,7 +33,7 @@ class MHLASanaVideoTransformerBlock(SanaVideoTransformerBlock):
         self.attn1 = stock.attn1 if attn1 is None else attn1.adopt(stock.attn1)
         self.norm2 = stock.norm2
         self.attn2 = stock.attn2
-        self.ff = stock.ff
+        self.ff = stock.ff if attn1 is None else GatedTemporalConvFeedForward.of(stock.ff)
         self.scale_shift_table = stock.scale_shift_table
 
     def forward(

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .registration import _on_its_device, _pair
+from .registration import _pair
+from .replay import on_its_device
 from .share import LocalBlocks, local_blocks
 
 __all__ = ["block_states", "read_states"]
@@ -30,7 +31,7 @@ def _count(space: Sequence[int]) -> int:
 
 
 @torch.library.custom_op("mhla_diffusion::block_states", mutates_args=())
-@_on_its_device
+@on_its_device
 def block_states(
     k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, space: Sequence[int], feature_eps: float,
     mass: bool, state_dtype: torch.dtype, norm: Tensor | None = None, norm_eps: float = 1e-6,
@@ -67,7 +68,7 @@ def _(k, v, cos, sin, space, feature_eps, mass, state_dtype, norm=None, norm_eps
 
 
 @torch.library.custom_op("mhla_diffusion::block_states_backward", mutates_args=())
-@_on_its_device
+@on_its_device
 def block_states_backward(
     grad: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, space: Sequence[int],
     feature_eps: float, mass: bool,
@@ -102,7 +103,7 @@ def _rows_of(mixing: Tensor, blocks: LocalBlocks) -> Tensor:
 
 
 @torch.library.custom_op("mhla_diffusion::read_states", mutates_args=())
-@_on_its_device
+@on_its_device
 def read_states(
     q: Tensor, mixing: Tensor, state: Tensor, cos: Tensor | None, sin: Tensor | None, space: Sequence[int],
     value_dim: int, feature_eps: float, denominator_eps: float, divide: bool, out_dtype: torch.dtype,
@@ -144,7 +145,7 @@ def _(
 
 
 @torch.library.custom_op("mhla_diffusion::read_states_backward", mutates_args=())
-@_on_its_device
+@on_its_device
 def read_states_backward(
     grad: Tensor, q: Tensor, mixing: Tensor, state: Tensor, cos: Tensor | None, sin: Tensor | None,
     space: Sequence[int], value_dim: int, feature_eps: float, denominator_eps: float, divide: bool,

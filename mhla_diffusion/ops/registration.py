@@ -18,7 +18,7 @@ from torch import Tensor
 from .dispatch import choose_form
 from .eager import epilogue, features, from_blocks, mask_padding, normalise
 from .partition import Partition, layout_partition
-from .replay import computed, replayed
+from .replay import computed, on_its_device, replayed
 from .rotation import angle_tables
 
 __all__ = [
@@ -47,20 +47,6 @@ def _sizes_of(table: Tensor | None, layout: Sequence[int] | None) -> tuple[int, 
     return math.prod(layout[3:]), math.prod(sizes)
 
 
-def _on_its_device(call):
-    """Triton launches on the current device, the tensors may live on another."""
-
-    @functools.wraps(call)
-    def wrapped(*args, **kwargs):
-        device = args[0].device
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return call(*args, **kwargs)
-        with torch.cuda.device(device):
-            return call(*args, **kwargs)
-
-    return wrapped
-
-
 def _pair(first, second):
     return None if first is None else (first, second)
 
@@ -71,7 +57,7 @@ _LIBRARY = torch.library.Library("mhla_diffusion", "FRAGMENT")
 def _output_only(name: str, call, fake):
     """The operator `name` without gradients that returns the first result of `call` alone."""
 
-    @_on_its_device
+    @on_its_device
     @replayed
     @functools.wraps(call)
     def first(*args, **kwargs) -> Tensor:
@@ -134,7 +120,7 @@ def _fake_forward(
 
 
 mhla_forward = torch.library.custom_op(
-    "mhla_diffusion::mhla_forward", _on_its_device(replayed(_forward)), mutates_args=()
+    "mhla_diffusion::mhla_forward", on_its_device(replayed(_forward)), mutates_args=()
 )
 mhla_forward.register_fake(_fake_forward)
 mhla_forward_output = _output_only("mhla_forward_output", _forward, _fake_forward)
@@ -162,7 +148,7 @@ def _states_backward(
 
 
 @torch.library.custom_op("mhla_diffusion::mhla_backward", mutates_args=())
-@_on_its_device
+@on_its_device
 @replayed
 def mhla_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, state: Tensor,
@@ -235,14 +221,14 @@ def _fake_dual(
 
 
 mhla_dual = torch.library.custom_op(
-    "mhla_diffusion::mhla_dual", _on_its_device(replayed(_dual)), mutates_args=()
+    "mhla_diffusion::mhla_dual", on_its_device(replayed(_dual)), mutates_args=()
 )
 mhla_dual.register_fake(_fake_dual)
 mhla_dual_output = _output_only("mhla_dual_output", _dual, _fake_dual)
 
 
 @torch.library.custom_op("mhla_diffusion::mhla_dual_backward", mutates_args=())
-@_on_its_device
+@on_its_device
 @replayed
 def mhla_dual_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, den: Tensor,

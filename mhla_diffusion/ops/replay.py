@@ -12,14 +12,24 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from .triton_configs import overriding
 
-__all__ = ["computed", "empty", "forget", "kept", "recording", "replayed", "spoil", "started"]
+__all__ = [
+    "computed",
+    "empty",
+    "forget",
+    "kept",
+    "on_its_device",
+    "recording",
+    "replayed",
+    "spoil",
+    "started",
+]
 
 KEPT = 2048  # plans of a function; past them it starts over, for sizes that never come again
 ALIGNMENT = 16  # bytes that Triton compiles loads and stores for
@@ -121,7 +131,7 @@ def recording() -> _Recording | None:
     return getattr(_here, "recording", None)
 
 
-def _signature(values: tuple) -> tuple[tuple, list[Tensor], list[int]]:
+def _signature(values: Sequence[object]) -> tuple[tuple, list[Tensor], list[int]]:
     """(what a plan is good for, the tensors, each once, their addresses)."""
     key, tensors, addresses, seen = [], [], [], {}
     for x in values:
@@ -178,6 +188,23 @@ def replayed(call: Callable) -> Callable:
                 plans.clear()
             plans[key] = plan
         return results
+
+    return wrapped
+
+
+def on_its_device(call):
+    """Triton launches on the current device, the tensors may live on another.
+
+    torch reads the annotations of an operator that this wraps with the names of this module, `Sequence` among them.
+    """
+
+    @functools.wraps(call)
+    def wrapped(*args, **kwargs):
+        device = args[0].device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return call(*args, **kwargs)
+        with torch.cuda.device(device):
+            return call(*args, **kwargs)
 
     return wrapped
 

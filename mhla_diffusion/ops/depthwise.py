@@ -1,0 +1,67 @@
+"""A gated depthwise convolution, the middle of SANA's feed-forward, as one operator."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .backends import choose_backend
+from .replay import on_its_device, replayed
+
+__all__ = ["gated_depthwise", "gated_depthwise_op", "gated_depthwise_reference"]
+
+
+def gated_depthwise_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """What `gated_depthwise` computes, step by step in x's dtype."""
+    value, gate = F.conv2d(x, weight, bias, padding=1, groups=x.shape[1]).chunk(2, dim=1)
+    return value * F.silu(gate)
+
+
+@on_its_device
+@replayed
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from .depthwise_kernel import start_gated_depthwise
+
+    return start_gated_depthwise(x, weight, bias)
+
+
+# Without gradients, hence without autograd's part in Python.
+_LIBRARY = torch.library.Library("mhla_diffusion", "FRAGMENT")
+_LIBRARY.define(
+    "gated_depthwise(Tensor x, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+_LIBRARY.impl("gated_depthwise", _kernel, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "mhla_diffusion::gated_depthwise",
+    lambda x, weight, bias: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+    lib=_LIBRARY,
+)
+# x `(B, rows, columns, 2C)` -> `(B, rows, columns, C)`, both contiguous or made so.
+gated_depthwise_op = torch.ops.mhla_diffusion.gated_depthwise.default
+
+
+def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the kernel computes this call: no gradient is wanted, and nothing would have to be cast."""
+    if torch.is_grad_enabled() and any([y is not None and y.requires_grad for y in (x, weight, bias)]):
+        return False
+    alike = all([y is None or (y.dtype, y.device) == (x.dtype, x.device) for y in (weight, bias)])
+    return alike and x.numel() > 0 and choose_backend("auto", x.device, x.dtype, 1)[0] == "triton"
+
+
+def gated_depthwise(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`conv(x)[:, :C] * SiLU(conv(x)[:, C:])` with a depthwise 3 x 3 convolution of 2C channels, zeros around.
+
+    From SANA's feed-forward (arXiv 2410.10629, Sec. 2.2). On a CUDA device, without gradients, one kernel with sums in
+    float32; otherwise torch's convolution.
+
+    Args:
+        x: `(B, 2C, rows, columns)`, best channels last in memory.
+        weight: `(2C, 1, 3, 3)`. bias: `(2C,)` or None.
+
+    Returns:
+        `(B, C, rows, columns)` in x's dtype; channels last in memory where the kernel ran.
+    """
+    if not _takes(x, weight, bias):
+        return gated_depthwise_reference(x, weight, bias)
+    return gated_depthwise_op(x.permute(0, 2, 3, 1), weight, bias).permute(0, 3, 1, 2)

@@ -1,0 +1,95 @@
+"""Triton kernel of a gated depthwise convolution, and its launch.
+
+SANA's feed-forward (arXiv 2410.10629, Sec. 2.2) convolves 2C channels with 3 x 3 taps each and multiplies the first C
+by SiLU of the others. A kernel of one pass reads every value some twice, and writes C channels; the convolution alone
+would write all 2C, which the gate reads again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from . import replay, triton_launch
+from .triton_launch import ceil_div
+
+__all__ = ["gated_depthwise_kernel", "start_gated_depthwise"]
+
+FAR = 2**31  # offsets within an image from here on take 64 bits
+
+
+class Tile(NamedTuple):
+    """ROWS x COLUMNS tokens and BC channels of a program."""
+
+    ROWS: int
+    COLUMNS: int
+    BC: int
+    num_warps: int
+    num_stages: int = 1
+
+
+TILE = Tile(4, 16, 64, 4)
+
+
+@triton.jit
+def gated_depthwise_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, rows, columns, channels,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """x (B, rows, columns, 2C), weight (2C, 9), bias (2C,), out (B, rows, columns, C): all contiguous."""
+    across, down = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
+    tile = tl.program_id(0)
+    image = (tile // (across * down)).to(tl.int64) * rows * columns
+    place = tl.arange(0, ROWS * COLUMNS)
+    row = tile // across % down * ROWS + place // COLUMNS
+    column = tile % across * COLUMNS + place % COLUMNS
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    known = channel < channels
+    x_ptr += image * (2 * channels)
+    value = tl.zeros((ROWS * COLUMNS, BC), dtype=tl.float32)
+    gate = tl.zeros((ROWS * COLUMNS, BC), dtype=tl.float32)
+    for tap in tl.static_range(9):
+        y, x = row + (tap // 3 - 1), column + (tap % 3 - 1)
+        inside = (y >= 0) & (y < rows) & (x >= 0) & (x < columns)
+        token = y * columns + x
+        if WIDE:
+            token = token.to(tl.int64)
+        there = x_ptr + (token * (2 * channels))[:, None] + channel[None, :]
+        mask = inside[:, None] & known[None, :]
+        weight = tl.load(weight_ptr + channel * 9 + tap, mask=known, other=0.0).to(tl.float32)
+        gate_weight = tl.load(weight_ptr + (channels + channel) * 9 + tap, mask=known, other=0.0).to(
+            tl.float32
+        )
+        value += tl.load(there, mask=mask, other=0.0).to(tl.float32) * weight[None, :]
+        gate += tl.load(there + channels, mask=mask, other=0.0).to(tl.float32) * gate_weight[None, :]
+    if BIAS:
+        value += tl.load(bias_ptr + channel, mask=known, other=0.0).to(tl.float32)[None, :]
+        gate += tl.load(bias_ptr + channels + channel, mask=known, other=0.0).to(tl.float32)[None, :]
+    out = value * gate / (1.0 + tl.exp(-gate))
+    token = row * columns + column
+    if WIDE:
+        token = token.to(tl.int64)
+    tl.store(
+        out_ptr + image * channels + (token * channels)[:, None] + channel[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=((row < rows) & (column < columns))[:, None] & known[None, :],
+    )
+
+
+def start_gated_depthwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`(B, rows, columns, C)` of x `(B, rows, columns, 2C)`, weight `(2C, 1, 3, 3)` and bias `(2C,)` or None."""
+    x, weight = triton_launch.contiguous(x), triton_launch.contiguous(weight)
+    batch, rows, columns, width = x.shape
+    out = replay.empty((batch, rows, columns, width // 2), x.dtype, x.device)
+    grid = (
+        ceil_div(rows, TILE.ROWS) * ceil_div(columns, TILE.COLUMNS) * batch,
+        ceil_div(width // 2, TILE.BC),
+    )
+    triton_launch.launch(
+        gated_depthwise_kernel, grid, TILE, x, weight, x if bias is None else bias, out, rows, columns, width // 2,
+        BIAS=bias is not None, WIDE=rows * columns * width >= FAR,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,71 @@
+"""SANA's feed-forward in our class: the stock one's weights, keys and output."""
+
+import copy
+
+import pytest
+import torch
+from diffusers.models.transformers.sana_transformer import GLUMBConv
+from diffusers.models.transformers.transformer_sana_video import GLUMBTempConv
+from peft import LoraConfig, inject_adapter_in_model
+
+from mhla_diffusion.feed_forward import GatedConvFeedForward, GatedTemporalConvFeedForward
+
+KINDS = {
+    "image": (GLUMBConv, GatedConvFeedForward, (2, 8, 5, 6)),
+    "video": (GLUMBTempConv, GatedTemporalConvFeedForward, (2, 3, 5, 6, 8)),
+}
+CASES = [
+    ("image", {}),
+    ("image", {"residual_connection": False}),
+    ("image", {"norm_type": "rms_norm", "residual_connection": False}),
+    ("video", {}),
+    ("video", {"residual_connection": False}),
+]
+
+
+def pair(kind, options, device="cpu", dtype=torch.float32):
+    stock_class, ours_class, shape = KINDS[kind]
+    torch.manual_seed(0)
+    stock = stock_class(8, 8, 2.5, **options).to(device, dtype)
+    x = torch.randn(shape).to(device, dtype)
+    if kind == "image":  # as tokens become a picture
+        x = x.contiguous(memory_format=torch.channels_last)
+    return stock, ours_class.of(stock), x
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
+def test_it_is_the_stock_module_on_the_same_tensors(kind, options):
+    stock, ours, x = pair(kind, options)
+    assert list(stock.state_dict()) == list(ours.state_dict())
+    assert all(a is b for a, b in zip(stock.parameters(), ours.parameters(), strict=True))
+    assert torch.equal(ours(x), stock(x))
+    grads = (torch.autograd.grad(part(x).square().sum(), list(part.parameters())) for part in (stock, ours))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("target", ["conv_inverted", "conv_depth", "conv_point"])
+def test_an_adapter_on_a_convolution_acts_as_on_the_stock_one(kind, target):
+    stock, ours, x = pair(kind, {})
+    outputs = []
+    for part in (copy.deepcopy(stock), copy.deepcopy(ours)):
+        torch.manual_seed(1)
+        adapted = inject_adapter_in_model(
+            LoraConfig(r=40, target_modules=[target], init_lora_weights=False), part
+        )
+        outputs.append(adapted(x))
+    assert torch.equal(*outputs) and not torch.equal(outputs[0], stock(x))
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_on_the_gpu_it_computes_what_the_stock_module_does(kind, options, dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    stock, ours, x = pair(kind, options, "cuda", dtype)
+    expected = copy.deepcopy(stock).double()(x.double())
+    assert (ours(x) - expected).norm() < tolerance * expected.norm()
+    compiled = torch.compile(ours, fullgraph=True, dynamic=False)(x)
+    assert (compiled - expected).norm() < tolerance * expected.norm()
