@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from . import replay, triton_launch
+from .triton_configs import overridden
 from .triton_launch import ceil_div
 
 __all__ = ["gated_depthwise_kernel", "start_gated_depthwise"]
@@ -31,7 +32,7 @@ class Tile(NamedTuple):
     num_stages: int = 1
 
 
-TILE = Tile(4, 16, 64, 4)
+TILE = Tile(8, 8, 64, 8)  # not tuned yet
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def gated_depthwise_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, rows, columns, channels,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """x (B, rows, columns, 2C), weight (2C, 9), bias (2C,), out (B, rows, columns, C): all contiguous."""
+    """x (B, rows, columns, 2C), weight (9, 2C), bias (2C,), out (B, rows, columns, C): all contiguous."""
     across, down = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
     tile = tl.program_id(0)
     image = (tile // (across * down)).to(tl.int64) * rows * columns
@@ -51,20 +52,21 @@ def gated_depthwise_kernel(
     x_ptr += image * (2 * channels)
     value = tl.zeros((ROWS * COLUMNS, BC), dtype=tl.float32)
     gate = tl.zeros((ROWS * COLUMNS, BC), dtype=tl.float32)
-    for tap in tl.static_range(9):
-        y, x = row + (tap // 3 - 1), column + (tap % 3 - 1)
-        inside = (y >= 0) & (y < rows) & (x >= 0) & (x < columns)
-        token = y * columns + x
-        if WIDE:
-            token = token.to(tl.int64)
-        there = x_ptr + (token * (2 * channels))[:, None] + channel[None, :]
-        mask = inside[:, None] & known[None, :]
-        weight = tl.load(weight_ptr + channel * 9 + tap, mask=known, other=0.0).to(tl.float32)
-        gate_weight = tl.load(weight_ptr + (channels + channel) * 9 + tap, mask=known, other=0.0).to(
-            tl.float32
-        )
-        value += tl.load(there, mask=mask, other=0.0).to(tl.float32) * weight[None, :]
-        gate += tl.load(there + channels, mask=mask, other=0.0).to(tl.float32) * gate_weight[None, :]
+    for up in range(3):  # not unrolled: the assembler would load everything before it adds anything
+        y = row + up - 1
+        for left in tl.static_range(3):
+            x = column + left - 1
+            inside = (y >= 0) & (y < rows) & (x >= 0) & (x < columns)
+            token = y * columns + x
+            if WIDE:
+                token = token.to(tl.int64)
+            there = x_ptr + (token * (2 * channels))[:, None] + channel[None, :]
+            mask = inside[:, None] & known[None, :]
+            weights = weight_ptr + (up * 3 + left) * (2 * channels) + channel
+            weight = tl.load(weights, mask=known, other=0.0).to(tl.float32)
+            gate_weight = tl.load(weights + channels, mask=known, other=0.0).to(tl.float32)
+            value += tl.load(there, mask=mask, other=0.0).to(tl.float32) * weight[None, :]
+            gate += tl.load(there + channels, mask=mask, other=0.0).to(tl.float32) * gate_weight[None, :]
     if BIAS:
         value += tl.load(bias_ptr + channel, mask=known, other=0.0).to(tl.float32)[None, :]
         gate += tl.load(bias_ptr + channels + channel, mask=known, other=0.0).to(tl.float32)[None, :]
@@ -79,9 +81,16 @@ def gated_depthwise_kernel(
     )
 
 
+def _by_taps(weight: torch.Tensor) -> torch.Tensor:
+    return weight.flatten(1).t().contiguous()
+
+
 def start_gated_depthwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`(B, rows, columns, C)` of x `(B, rows, columns, 2C)`, weight `(2C, 1, 3, 3)` and bias `(2C,)` or None."""
-    x, weight = triton_launch.contiguous(x), triton_launch.contiguous(weight)
+    x = triton_launch.contiguous(x)
+    taps = replay.computed(
+        _by_taps, weight
+    )  # channels side by side, as they are in x; not kept: weights change unnoticed
     batch, rows, columns, width = x.shape
     out = replay.empty((batch, rows, columns, width // 2), x.dtype, x.device)
     grid = (
@@ -89,7 +98,7 @@ def start_gated_depthwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Ten
         ceil_div(width // 2, TILE.BC),
     )
     triton_launch.launch(
-        gated_depthwise_kernel, grid, TILE, x, weight, x if bias is None else bias, out, rows, columns, width // 2,
+        gated_depthwise_kernel, grid, tile, x, taps, x if bias is None else bias, out, rows, columns, width // 2,
         BIAS=bias is not None, WIDE=rows * columns * width >= FAR,
     )  # fmt: skip
     return out
