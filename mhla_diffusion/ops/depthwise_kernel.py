@@ -88,15 +88,13 @@ def _by_taps(weight: torch.Tensor) -> torch.Tensor:
 def start_gated_depthwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`(B, rows, columns, C)` of x `(B, rows, columns, 2C)`, weight `(2C, 1, 3, 3)` and bias `(2C,)` or None."""
     x = triton_launch.contiguous(x)
-    taps = replay.computed(
-        _by_taps, weight
-    )  # channels side by side, as they are in x; not kept: weights change unnoticed
+    # Channels side by side, as they are in x. Not kept: weights change unnoticed.
+    taps = replay.computed(_by_taps, weight)
     batch, rows, columns, width = x.shape
     out = replay.empty((batch, rows, columns, width // 2), x.dtype, x.device)
-    grid = (
-        ceil_div(rows, TILE.ROWS) * ceil_div(columns, TILE.COLUMNS) * batch,
-        ceil_div(width // 2, TILE.BC),
-    )
+    tile = overridden("gated_depthwise", TILE)
+    tiles = ceil_div(rows, tile.ROWS) * ceil_div(columns, tile.COLUMNS)
+    grid = (tiles * batch, ceil_div(width // 2, tile.BC))
     triton_launch.launch(
         gated_depthwise_kernel, grid, tile, x, taps, x if bias is None else bias, out, rows, columns, width // 2,
         BIAS=bias is not None, WIDE=rows * columns * width >= FAR,
