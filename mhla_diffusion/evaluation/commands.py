@@ -119,6 +119,10 @@ def run_protocol(args: argparse.Namespace) -> int:
             raise ValueError(f"both {args.protocol} and --protocol {args.protocol_file} given: give one")
         return run_file(args)
     args.out = args.out or "outputs/eval.json"
+    if Path(args.out).is_dir():
+        raise ValueError(
+            f"--out {args.out} is a folder: give a file, for example {Path(args.out) / 'eval.json'}"
+        )
     check_writable(Path(args.out).parent, "--out")
     if args.results or args.plan:
         raise ValueError(f"protocol {args.protocol} reads no --results and no --plan: leave them out")
@@ -137,7 +141,7 @@ def run_protocol(args: argparse.Namespace) -> int:
     from .reference_statistics import holds_statistics, read_statistics
 
     samples = opened(args, args.samples, args.samples_split)
-    path = Path(args.reference)
+    path = Path(args.reference).expanduser()
     statistics = read_statistics(path) if holds_statistics(path) else None
     pictures = None
     if statistics is None or holds_pictures(path):

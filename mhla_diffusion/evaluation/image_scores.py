@@ -22,7 +22,7 @@ from .metrics.moments import Moments, empty_state, merge_two, moments_of_state, 
 from .metrics.neighbours import check_counts, nearest, precision_recall, squared_radii
 from .networks import extractors
 from .networks.extractors import Extractor
-from .picture_sets import PictureSet, compare_sets, compare_sizes
+from .picture_sets import PictureSet, compare_read, compare_sets
 from .reference_statistics import Statistics, check_reference
 
 SCHEMA = 1
@@ -195,6 +195,10 @@ def score(
     ):
         # Now, and not after a pass over the larger set; a single picture is too few for any metric, as `gather` says.
         check_counts(len(pictures), len(samples))
+    if floor and len(pictures) < 4:
+        raise InsufficientSamples(
+            f"{pictures.source} has {len(pictures)} pictures: a floor compares halves of at least 2, give 4 or more"
+        )
     skipped: dict[str, str] = {}
     if extractor is None:
         chosen, skipped = with_weights(protocol, chosen, weights or {}, skip_missing)
@@ -213,7 +217,14 @@ def score(
     theirs = None
     if pictures is not None and (wanted or not statistics):
         theirs = gather(pictures, extractor, moments=set() if statistics else moments, features=wanted, **how)
-    notes += samples.doubts() + (pictures.doubts() + compare_sizes(samples, pictures) if theirs else [])
+    notes += samples.doubts() + (pictures.doubts() if theirs else [])
+    # Of statistics of ours it is known which pictures they were made of.
+    compared_with = pictures.about() if theirs else (statistics.about or {}).get("pictures", {})
+    notes += compare_read(samples.about(), compared_with)
+    if not theirs and samples.listing() == compared_with.get("listing_sha256"):
+        notes.append(
+            f"{statistics.path} was made of pictures listed as {samples.source}: is one a copy of the other?"
+        )
     compared = time.perf_counter()
     values = values_of(chosen, ours, theirs, statistics, protocol, seed, notes)
     result = {
@@ -295,7 +306,13 @@ def values_of(
             found, _ = nearest(ours.features(tap), reference)
             put(metric, found.median(), smallest=float(found.min()), reference_median=float(own.median()))
         elif metric == "inception_score":
-            put(metric, *inception_score(ours.features(tap), split_size=protocol.split_size))
+            size = protocol.split_size
+            put(metric, *inception_score(ours.features(tap), split_size=size), split_size=size)
+            if size is not None and ours.count % size:
+                notes.append(
+                    f"inception_score: {ours.count} samples are no multiple of {size}, the published parts: a smaller "
+                    "part scores lower"
+                )
     return {metric: values[metric] for metric in metrics}
 
 

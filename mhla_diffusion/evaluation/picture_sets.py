@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import tarfile
 import zipfile
+import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
@@ -16,18 +16,20 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageColor
+from PIL import ImageColor
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
+from .decoding import ANIMATED, ROTATED, SUFFIXES, Picture, PictureFiles, Stored, codec_of, packed
 from .networks.preparation import as_uint8
 
-SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
-CODECS = {".jpg": "jpeg", ".jpeg": "jpeg"}  # of the others the suffix is the name
+ARRAY = "arr_0.npy"
 
 
 class PictureSet(ABC):
     """Pictures of one source. `about` says what was read; sizes and colours are known after a pass.
+
+    `codecs`: how many pictures of each, by what the files hold after a pass, before it by their names.
 
     Args:
         mixed_sizes: allow pictures of several sizes; each is resized by the network's protocol on its own.
@@ -45,22 +47,30 @@ class PictureSet(ABC):
         self.source, self.count, self.mixed_sizes, self.background = source, count, mixed_sizes, background
         self.sizes: Counter[tuple[int, int]] = Counter()  # (height, width), of the last pass
         self.modes: Counter[str] = Counter()
+        self.notes: Counter[str] = Counter()  # what pixels do not show
         self.brightest = 0  # value of all that were read
+        self._listing: str | None = None
         self.codecs = {}
 
     def __len__(self) -> int:
         return self.count
 
-    @abstractmethod
     def listing(self) -> str:
         """sha256 that tells two sets apart without decoding them."""
+        if self._listing is None:
+            self._listing = self.digest()
+        return self._listing
+
+    @abstractmethod
+    def digest(self) -> str:
+        """What `listing` gives, computed."""
 
     def name_of(self, index: int) -> str:
         return f"picture {index}"
 
     @abstractmethod
     def read(self, start: int, end: int, step: int, batch_size: int, workers: int) -> Iterator[tuple]:
-        """(indices, uint8 pictures (3, H, W) or what is wrong with them, modes) of each batch."""
+        """(indices, uint8 pictures (3, H, W) or what is wrong with them, (mode, codec, notes)) of each batch."""
 
     def batches(
         self, batch_size: int = 50, *, start: int = 0, step: int = 1, workers: int = 0
@@ -75,10 +85,12 @@ class PictureSet(ABC):
         """
         self.sizes.clear()
         self.modes.clear()
+        self.notes.clear()
+        codecs: Counter[str] = Counter()
         self.brightest = 0
         for part in self.read(start, self.count, step, batch_size, workers):
             kept: list[Tensor] = []
-            for index, picture, mode in zip(*part, strict=True):
+            for index, picture, (mode, codec, notes) in zip(*part, strict=True):
                 if isinstance(picture, str):
                     raise ValueError(f"{self.name_of(index)}: {picture}")
                 size = tuple(picture.shape[1:])
@@ -90,6 +102,8 @@ class PictureSet(ABC):
                     )
                 self.sizes[size] += 1
                 self.modes[mode] += 1
+                codecs[codec] += 1
+                self.notes.update(notes)
                 self.brightest = max(self.brightest, int(picture.max()))
                 if kept and kept[0].shape != picture.shape:
                     yield torch.stack(kept)
@@ -97,15 +111,26 @@ class PictureSet(ABC):
                 kept.append(picture)
             if kept:
                 yield torch.stack(kept)
+        self.codecs = dict(codecs)
 
     def doubts(self) -> list[str]:
-        """Warnings about values that cannot be right, after a pass."""
-        if self.brightest > 1:
-            return []
-        return [
-            f"no value in {self.source} is above {self.brightest}: every picture is black, as of floats in [0, 1] that "
-            "were cast to bytes and not multiplied by 255"
-        ]
+        """Warnings about values that cannot be right, and about what was not read, after a pass."""
+        found = []
+        if self.brightest <= 1:
+            found.append(
+                f"no value in {self.source} is above {self.brightest}: every picture is black, as of floats in [0, 1] "
+                "that were cast to bytes and not multiplied by 255"
+            )
+        if self.notes[ANIMATED]:
+            found.append(
+                f"{self.notes[ANIMATED]} pictures of {self.source} are animated: their first frames count"
+            )
+        if self.notes[ROTATED]:
+            found.append(
+                f"{self.notes[ROTATED]} pictures of {self.source} are to be turned (EXIF), and are taken as they are "
+                "stored, as by other programs for FID: store them upright"
+            )
+        return found
 
     def about(self) -> dict:
         """What result files store about the set."""
@@ -120,80 +145,37 @@ class PictureSet(ABC):
         }
 
 
-def decode(file, background: str | None) -> tuple[Tensor | str, str]:
-    """uint8 `(3, H, W)` (or what is wrong with the picture) and its mode on disk."""
-    try:
-        with Image.open(file) as image:
-            image.load()
-            mode = image.mode
-            if image.has_transparency_data:
-                image = image.convert("RGBA")
-                if image.getextrema()[3][0] < 255:
-                    if background is None:
-                        return (
-                            "it is transparent; name what lies behind it, for example --background white",
-                            mode,
-                        )
-                    image = Image.alpha_composite(Image.new("RGBA", image.size, background), image)
-            array = np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as error:
-        return f"cannot be read ({' '.join(str(error).split())})", "unreadable"
-    return torch.from_numpy(array.copy()).permute(2, 0, 1).contiguous(), mode
-
-
-class _Files(Dataset):
-    def __init__(self, files: list[tuple[int, object]], background: str | None):
-        self.files, self.background = files, background
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, place: int) -> tuple[int, Tensor | str, str]:
-        index, file = self.files[place]
-        return index, *decode(io.BytesIO(file) if isinstance(file, bytes) else file, self.background)
-
-
-def packed(items: list[tuple]) -> tuple:
-    """Indices, pictures, modes. Pictures of one size become one tensor: each costs a worker an open file."""
-    indices, pictures, modes = zip(*items, strict=True)
-    shapes = {picture if isinstance(picture, str) else picture.shape for picture in pictures}
-    whole = len(shapes) == 1 and not isinstance(pictures[0], str)
-    return indices, torch.stack(pictures) if whole else pictures, modes
-
-
 class Folder(PictureSet):
     """Every picture below a folder, in the order of their paths."""
 
     def __init__(self, path: Path, limit: int | None = None, **options):
         # Programs put a picture's settings or a contact sheet beside pictures; only pictures count, hidden ones do not.
         names = (p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
-        self.files = sorted(names)[:limit]
+        self.files = sorted(p for p in names if not p.is_dir())[:limit]
         if not self.files:
             raise ValueError(f"{path} holds no pictures ({', '.join(sorted(SUFFIXES))}): give another folder")
         super().__init__(str(path), len(self.files), **options)
-        suffixes = Counter(file.suffix.lower() for file in self.files)
-        for suffix, number in suffixes.items():
-            codec = CODECS.get(suffix, suffix[1:])
-            self.codecs[codec] = self.codecs.get(codec, 0) + number
+        self.codecs = dict(Counter(codec_of(file.suffix) for file in self.files))
         self.root = path
 
     def name_of(self, index: int) -> str:
         return str(self.files[index])
 
-    def listing(self) -> str:
+    def digest(self) -> str:
         lines = (f"{file.relative_to(self.root).as_posix()} {file.stat().st_size}\n" for file in self.files)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def read(self, start, end, step, batch_size, workers):
-        files = _Files([(i, self.files[i]) for i in range(start, end, step)], self.background)
+        files = PictureFiles([(i, self.files[i]) for i in range(start, end, step)], self.background)
         return iter(DataLoader(files, batch_size, num_workers=workers, collate_fn=packed))
 
 
 def holds_pictures(path: Path) -> bool:
     """Whether an .npz has samples (arr_0)."""
-    return (
-        path.suffix == ".npz" and zipfile.is_zipfile(path) and "arr_0.npy" in zipfile.ZipFile(path).namelist()
-    )
+    if path.suffix != ".npz" or not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return ARRAY in archive.namelist()
 
 
 class Samples(PictureSet):
@@ -203,6 +185,8 @@ class Samples(PictureSet):
         self.path = path
         with self.opened() as (_, shape):
             self.shape = shape
+        if not shape[0]:
+            raise ValueError(f"{path}: arr_0 holds no pictures: give another file")
         super().__init__(str(path), shape[0] if limit is None else min(limit, shape[0]), **options)
         self.codecs = {"npz": self.count}
 
@@ -210,21 +194,31 @@ class Samples(PictureSet):
     def opened(self):
         """The stream of arr_0 behind its header, and its shape."""
         try:
-            with zipfile.ZipFile(self.path) as archive, archive.open("arr_0.npy") as member:
-                first = np.lib.format.read_magic(member) == (1, 0)
-                header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
-                shape, fortran, dtype = header(member)
-                if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or fortran:
-                    raise ValueError(
-                        f"{self.path}: arr_0 is {dtype} {shape}: give uint8 (N, height, width, 3)"
+            with zipfile.ZipFile(self.path) as archive:
+                if ARRAY not in archive.namelist():
+                    names = ", ".join(name.removesuffix(".npy") for name in archive.namelist()[:3])
+                    raise ValueError(f"{self.path} has no pictures in it (arr_0), but {names or 'nothing'}")
+                with archive.open(ARRAY) as member:
+                    first = np.lib.format.read_magic(member) == (1, 0)
+                    header = (
+                        np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
                     )
-                yield member, shape
-        except (zipfile.BadZipFile, KeyError) as error:
-            raise ValueError(f"{self.path} has no pictures in it (arr_0.npy): {error}") from None
+                    shape, fortran, dtype = header(member)
+                    if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3:
+                        raise ValueError(
+                            f"{self.path}: arr_0 is {dtype} {shape}: give uint8 (N, height, width, 3)"
+                        )
+                    if fortran:
+                        raise ValueError(
+                            f"{self.path}: arr_0 is in Fortran's order: store np.ascontiguousarray of it"
+                        )
+                    yield member, shape
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise ValueError(f"{self.path} cannot be read ({error}): copy it again") from None
 
-    def listing(self) -> str:
+    def digest(self) -> str:
         with zipfile.ZipFile(self.path) as archive:
-            info = archive.getinfo("arr_0.npy")
+            info = archive.getinfo(ARRAY)
         return hashlib.sha256(f"{self.shape} {self.count} {info.CRC:08x}".encode()).hexdigest()
 
     def read(self, start, end, step, batch_size, workers):
@@ -240,7 +234,7 @@ class Samples(PictureSet):
                 if index < start or (index - start) % step:
                     continue
                 picture = torch.frombuffer(bytearray(raw), dtype=torch.uint8).reshape(shape[1:])
-                part.append((index, picture.permute(2, 0, 1).contiguous(), "RGB"))
+                part.append((index, Picture(picture.permute(2, 0, 1).contiguous(), "RGB", "npz")))
                 if len(part) == batch_size:
                     yield packed(part)
                     part = []
@@ -249,23 +243,24 @@ class Samples(PictureSet):
 
 
 class Tar(PictureSet):
-    """Pictures of a tar, each with a JSON of the same name beside it; `split` keeps those whose JSON says so."""
+    """Pictures of a tar, each with a JSON of the same name beside it; `split` keeps those whose JSON says so.
+
+    The pictures stay on disk, the JSON is in memory.
+    """
 
     def __init__(self, path: Path, limit: int | None = None, split: str | None = None, **options):
         pictures, records = {}, {}
         try:
-            with tarfile.open(path) as archive:
+            with tarfile.open(path, "r:") as archive:  # a compressed one cannot be read from the middle
                 for member in archive:
                     name = Path(member.name)
                     if member.isfile() and name.suffix.lower() in SUFFIXES:
-                        pictures[str(name.with_suffix(""))] = (
-                            name.suffix.lower(),
-                            archive.extractfile(member).read(),
-                        )
+                        stored = Stored(path, member.offset_data, member.size)
+                        pictures[str(name.with_suffix(""))] = name.suffix, stored
                     elif member.isfile() and name.suffix == ".json":
                         records[str(name.with_suffix(""))] = json.loads(archive.extractfile(member).read())
         except (tarfile.TarError, ValueError) as error:
-            raise ValueError(f"{path} is no readable tar ({error}): copy it again") from None
+            raise ValueError(f"{path} is no readable tar ({error}): copy it again, unpacked") from None
         splits = sorted({str(record.get("split")) for record in records.values() if isinstance(record, dict)})
         if split is not None and split not in splits:
             raise ValueError(f"{path} has no split {split!r}: it has {', '.join(splits) or 'none'}")
@@ -275,22 +270,22 @@ class Tar(PictureSet):
         self.keys = keys[:limit]
         if not self.keys:
             raise ValueError(f"{path} holds no pictures: give another file")
-        self.encoded = [pictures[key][1] for key in self.keys]
+        self.stored = [pictures[key][1] for key in self.keys]
         self.records = [records.get(key, {}) for key in self.keys]
         super().__init__(f"{path}" + (f", split {split}" if split else ""), len(self.keys), **options)
-        self.codecs = dict(Counter(CODECS.get(s, s[1:]) for s in (pictures[key][0] for key in self.keys)))
+        self.codecs = dict(Counter(codec_of(pictures[key][0]) for key in self.keys))
 
     def name_of(self, index: int) -> str:
         return f"{self.keys[index]} of {self.source}"
 
-    def listing(self) -> str:
+    def digest(self) -> str:
         digest = hashlib.sha256()
-        for encoded in self.encoded:
-            digest.update(hashlib.sha256(encoded).digest())
+        for stored in self.stored:
+            digest.update(hashlib.sha256(stored.read()).digest())
         return digest.hexdigest()
 
     def read(self, start, end, step, batch_size, workers):
-        files = _Files([(i, self.encoded[i]) for i in range(start, end, step)], self.background)
+        files = PictureFiles([(i, self.stored[i]) for i in range(start, end, step)], self.background)
         return iter(DataLoader(files, batch_size, num_workers=workers, collate_fn=packed))
 
 
@@ -302,7 +297,7 @@ class Tensors(PictureSet):
         super().__init__("tensor", len(pictures), **options)
         self.codecs = {"tensor": self.count}
 
-    def listing(self) -> str:
+    def digest(self) -> str:
         digest = hashlib.sha256(str(tuple(self.pictures.shape)).encode())
         digest.update(self.pictures.numpy().tobytes())
         return digest.hexdigest()
@@ -311,7 +306,7 @@ class Tensors(PictureSet):
         chosen = list(range(start, end, step))
         for first in range(0, len(chosen), batch_size):
             part = chosen[first : first + batch_size]
-            yield part, self.pictures[part], ["RGB"] * len(part)
+            yield part, self.pictures[part], [("RGB", "tensor", ())] * len(part)
 
 
 def open_pictures(
@@ -364,20 +359,23 @@ def compare_sets(samples: PictureSet, reference: PictureSet) -> list[str]:
         found.append(
             f"{samples.source} and {reference.source} list the same pictures: is one a copy of the other?"
         )
-    if ("jpeg" in samples.codecs) != ("jpeg" in reference.codecs):
-        found.append(
-            f"samples are {', '.join(sorted(samples.codecs))}, the reference is {', '.join(sorted(reference.codecs))}: "
-            "JPEG alone moves FID (by about 3 at quality 95, 13 at 75); store both alike"
-        )
     return found
 
 
-def compare_sizes(samples: PictureSet, reference: PictureSet) -> list[str]:
-    """Warnings about sizes, after both were read: a network's resize does to each something else."""
-    sizes = [sorted(f"{width}x{height}" for height, width in each.sizes) for each in (samples, reference)]
-    if sizes[0] == sizes[1]:
-        return []
-    return [
-        f"samples are {', '.join(sizes[0][:3])}, the reference is {', '.join(sizes[1][:3])}: resizing alone moves FID; "
-        "store both in one size"
-    ]
+def compare_read(samples: dict, reference: dict) -> list[str]:
+    """Warnings about two sets' `about`, after both were read: what alone moves a distance, whatever they show."""
+    found = []
+    codecs = [sorted(about.get("codecs", {})) for about in (samples, reference)]
+    if all(codecs) and ("jpeg" in codecs[0]) != ("jpeg" in codecs[1]):
+        found.append(
+            f"samples are {', '.join(codecs[0])}, the reference is {', '.join(codecs[1])}: JPEG alone moves FID (by "
+            "about 3 at quality 95, 13 at 75); store both alike"
+        )
+    # A network's resize does something else to each size.
+    sizes = [sorted(about.get("sizes", {})) for about in (samples, reference)]
+    if all(sizes) and sizes[0] != sizes[1]:
+        found.append(
+            f"samples are {', '.join(sizes[0][:3])}, the reference is {', '.join(sizes[1][:3])}: resizing alone moves "
+            "FID; store both in one size"
+        )
+    return found

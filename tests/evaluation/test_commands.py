@@ -78,10 +78,14 @@ def test_a_run_writes_all_it_was_made_with(folders, capsys):
         assert again["values"][metric]["value"] == pytest.approx(row["value"], rel=1e-5, abs=1e-9)
 
 
-def test_statistics_take_the_place_of_pictures(folders, capsys):
+def test_statistics_take_the_place_of_pictures(folders, capsys, monkeypatch):
     real, file = str(folders / "real"), str(folders / "real.npz")
     assert main(["eval", "stats", real, file, "--protocol", "smoke"]) == 0
     command = [*run_of(folders, reference=None), "--out", str(folders / "a.json")]
+    assert (
+        main([*run_of(folders, samples="real", reference="real.npz"), "--out", str(folders / "a.json")]) == 0
+    )
+    assert "real.npz was made of pictures listed as" in capsys.readouterr().err
     assert main([*command, "--reference", real, "--metrics", "fd"]) == 0
     direct = json.loads((folders / "a.json").read_text())["values"]["fd"]["value"]
     assert main([*command, "--reference", file]) == 0
@@ -90,6 +94,8 @@ def test_statistics_take_the_place_of_pictures(folders, capsys):
         direct, rel=1e-10
     )
     assert len(found["inputs"]["reference"]["sha256"]) == 64
+    monkeypatch.setenv("HOME", str(folders))
+    assert main([*command, "--reference", "~/real.npz"]) == 0
     capsys.readouterr()
     assert main([*command, "--reference", file, "--metrics", "kid"]) == 2
     assert "needs the reference's pictures" in capsys.readouterr().err
@@ -126,12 +132,14 @@ SMOKE = "run smoke --samples SAMPLES --reference REAL"
         (f"{SMOKE} --device cuda:99", 2, "device cuda:99 is not there"),
         (f"{SMOKE} --device tpu0", 2, "unknown device 'tpu0'"),
         (f"{SMOKE} --out /proc/x/y.json", 2, "give another folder with --out"),
+        (f"{SMOKE} --out FOLDER", 2, "is a folder: give a file, for example"),
+        (f"{SMOKE} --floor --limit 3 --metrics fd", 2, "a floor compares halves of at least 2"),
         ("stats REAL /proc/x/y.npz --protocol smoke", 2, "cannot write into /proc/x"),
         ("stats REAL out.npz --protocol cmmd", 2, "compares no means"),
     ],
 )
 def test_a_mistake_is_one_line(folders, capsys, words, status, message):
-    places = {"SAMPLES": str(folders / "samples"), "REAL": str(folders / "real")}
+    places = {"SAMPLES": str(folders / "samples"), "REAL": str(folders / "real"), "FOLDER": str(folders)}
     assert main(["eval", *(places.get(word, word) for word in words.split())]) == status
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
@@ -210,6 +218,7 @@ def test_what_is_missing_can_be_left_out(folders, capsys):
     assert main([*base, f"inception-classifier={folders / 'whole.safetensors'}"]) == 0
     whole = json.loads((folders / "a.json").read_text())
     assert whole["values"]["inception_score"]["value"] >= 1 and whole["skipped"] == {}
+    assert "4 samples are no multiple of 5000, the published parts" in " ".join(whole["warnings"])
     assert whole["values"]["kid"]["value"] == pytest.approx(
         result["values"]["kid"]["value"], rel=1e-4, abs=1e-7
     )

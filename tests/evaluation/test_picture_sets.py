@@ -1,5 +1,6 @@
 """What is read from folders, archives and tensors, and what is refused."""
 
+import gzip
 import io
 import json
 import tarfile
@@ -10,8 +11,8 @@ import torch
 from PIL import Image
 
 from mhla_diffusion.evaluation.picture_sets import (
+    compare_read,
     compare_sets,
-    compare_sizes,
     holds_pictures,
     open_pictures,
 )
@@ -112,6 +113,8 @@ def test_what_is_no_set_of_pictures_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     np.savez(tmp_path / "float.npz", arr_0=np.zeros((2, 4, 4, 3), np.float32))
     np.savez(tmp_path / "none.npz", other=np.zeros(3))
+    np.savez(tmp_path / "zero.npz", arr_0=arrays(0))
+    np.savez(tmp_path / "fortran.npz", arr_0=np.asfortranarray(arrays(3)))
     np.savez(tmp_path / "objects.npz", arr_0=np.array([{}, {}], object))
     (tmp_path / "broken.npz").write_bytes(b"PK no archive")
     (tmp_path / "broken.tar").write_bytes(b"no archive")
@@ -121,10 +124,12 @@ def test_what_is_no_set_of_pictures_is_named(tmp_path):
     for name, message in {
         "absent": "there is no",
         "empty": "holds no pictures",
+        "zero.npz": "arr_0 holds no pictures",
         "float.npz": r"float32 \(2, 4, 4, 3\): give uint8",
-        "none.npz": "no pictures in it",
+        "none.npz": r"no pictures in it \(arr_0\), but other",
         "objects.npz": "give uint8",
-        "broken.npz": "no pictures in it",
+        "broken.npz": "cannot be read",
+        "fortran.npz": "np.ascontiguousarray",
         "broken.tar": "no readable tar",
         "file.txt": "no set of pictures",
     }.items():
@@ -151,7 +156,13 @@ def test_the_same_set_twice_is_refused_and_codecs_are_compared(tmp_path):
     with pytest.raises(ValueError, match="both the samples and the reference"):
         compare_sets(png, open_pictures(tmp_path / "link"))
     assert "list the same pictures" in compare_sets(png, copy)[0]
-    assert jpeg.codecs == {"jpeg": 4} and "JPEG alone moves FID" in compare_sets(png, jpeg)[0]
+    assert jpeg.codecs == {"jpeg": 4} and "JPEG alone moves FID" in compare_read(png.about(), jpeg.about())[0]
+    # Files under the wrong name: what they hold counts, once they were read.
+    for file in (tmp_path / "copy").rglob("0*.png"):
+        file.write_bytes((jpeg.root / file.relative_to(copy.root)).with_suffix(".jpg").read_bytes())
+    assert compare_read(png.about(), copy.about()) == []
+    list(copy.batches())
+    assert copy.codecs == {"jpeg": 4} and "JPEG alone moves FID" in compare_read(png.about(), copy.about())[0]
     x = open_pictures(torch.from_numpy(raw).permute(0, 3, 1, 2))
     assert len(compare_sets(x, x)) == 1 and compare_sets(x, png) == []
 
@@ -163,7 +174,54 @@ def test_two_sets_of_different_sizes_are_warned_about():
     )
     for each in (small, large, other):
         list(each.batches())
-    assert compare_sizes(small, other) == []
-    assert (
-        "samples are 8x6, the reference is 16x12: resizing alone moves FID" in compare_sizes(small, large)[0]
-    )
+    small, large, other = (each.about() for each in (small, large, other))
+    assert compare_read(small, other) == [] == compare_read(small, {})
+    assert "samples are 8x6, the reference is 16x12: resizing alone" in compare_read(small, large)[0]
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
+def test_more_than_8_bits_a_colour_are_refused_rather_than_cut_off(tmp_path, kind):
+    Image.fromarray(np.full((6, 8), 1000, kind)).save(tmp_path / "a.tif")
+    with pytest.raises(ValueError, match=r"a.tif: it has more than 8 bits a colour \(mode [IF]"):
+        list(open_pictures(tmp_path).batches())
+
+
+def test_what_pixels_do_not_show_is_said(tmp_path):
+    frames = [Image.fromarray(picture) for picture in arrays(3)]
+    frames[0].save(tmp_path / "a.webp", save_all=True, append_images=frames[1:], lossless=True)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    frames[1].save(tmp_path / "b.png", exif=turned)
+    frames[2].save(tmp_path / "c.png")
+    found = open_pictures(tmp_path)
+    assert torch.equal(whole(found), torch.from_numpy(arrays(3)).permute(0, 3, 1, 2))
+    animated, rotated = found.doubts()
+    assert animated.startswith("1 pictures of") and "first frames" in animated
+    assert rotated.startswith("1 pictures of") and "EXIF" in rotated
+
+
+def test_a_folder_may_be_called_like_a_picture(tmp_path):
+    folder = folder_of(tmp_path / "set.png", arrays(4))
+    (folder / "more.png").mkdir()
+    assert len(open_pictures(tmp_path)) == 4
+
+
+def test_a_damaged_archive_is_named(tmp_path):
+    np.savez(tmp_path / "a.npz", arr_0=arrays(40))
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    content[len(content) // 2] ^= 255
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a.npz cannot be read \(Bad CRC-32"):
+        list(open_pictures(tmp_path / "a.npz").batches())
+
+
+def test_pictures_of_a_tar_stay_on_disk(tmp_path):
+    path = tar_of(tmp_path / "set.tar", [Image.fromarray(p) for p in arrays(6)], ["train", "val"] * 3)
+    found = open_pictures(path, split="val")
+    assert all(len(stored.read()) == stored.size for stored in found.stored) and len(found.listing()) == 64
+    expected = torch.from_numpy(arrays(6)).permute(0, 3, 1, 2)[1::2]
+    assert torch.equal(whole(found), expected) and torch.equal(whole(found, workers=1), expected)
+    with gzip.open(tmp_path / "packed.tar", "wb") as file:
+        file.write(path.read_bytes())
+    with pytest.raises(ValueError, match="no readable tar"):
+        open_pictures(tmp_path / "packed.tar")

@@ -59,6 +59,7 @@ def score_retrieval(
         if new
         else []
     )
+    notes += samples.doubts()
     about = {"candidates": candidates, "batch_size": batch_size}
     return as_result("emoji_retrieval", values, notes, namer, samples, prompts, about, started)
 
@@ -135,6 +136,7 @@ def score_scenes(
     lost = len(scenes) - len({scene.prompt for scene in asked})
     if lost:
         notes.append(f"{lost} of {len(scenes)} prompts have no picture")
+    notes += samples.doubts()
     about = {
         "nearest": NEAREST,
         "batch_size": batch_size,

@@ -55,12 +55,24 @@ def from_torchscript(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_state(found: Found) -> dict[str, torch.Tensor]:
-    """State dict of a file of weights. A TorchScript is only run through torch.jit with the pinned hash."""
+    """State dict of a file of weights. A TorchScript is only run through torch.jit with the pinned hash.
+
+    Raises ValueError for a file that holds no state dict.
+    """
     path, pinned = found.path, ROLES["inception"].sha256
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    if path.suffix == ".pth":
-        return torch.load(path, map_location="cpu", weights_only=True)
+    if path.suffix in (".safetensors", ".pth"):
+        try:
+            if path.suffix == ".safetensors":
+                return load_file(path)
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # safetensors, pickle and torch each raise their own
+            told = str(error).partition("\n")[0][:200]
+            raise ValueError(f"{path} cannot be read as weights ({told}): copy it again") from error
+        if not isinstance(state, dict) or not all(
+            isinstance(value, torch.Tensor) for value in state.values()
+        ):
+            raise ValueError(f"{path} holds no state dict: give pt_inception-2015-12-05-6726825d.pth")
+        return state
     kept = cache_folder() / f"inception-{pinned[:16]}.safetensors"
     if path.suffix != ".pt" or (digest := sha256_of(path)) != pinned:
         what = f" (sha256 {digest[:16]}..., expected {pinned[:16]}...)" if path.suffix == ".pt" else ""

@@ -70,7 +70,7 @@ def files_of(folder: Path, kind: str) -> tuple[list[Path], Callable[[Path], dict
         from ..vbench.check import VIDEO_SUFFIXES
 
         return sorted(p for p in folder.iterdir() if p.suffix.lower() in VIDEO_SUFFIXES), read_video_settings
-    from ..picture_sets import SUFFIXES
+    from ..decoding import SUFFIXES
 
     names = (p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
     return sorted(names), read_settings

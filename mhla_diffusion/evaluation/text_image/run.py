@@ -125,4 +125,6 @@ def by_geneval(
     found = [Found(name, seen[name], prompt) for name, prompt in zip(names, carried, strict=True)]
     if out is not None:
         write_detections(out, found, detector.about)
-    return score_detections(found, detector.about, metadata, schema=SCHEMA)
+    result = score_detections(found, detector.about, metadata, schema=SCHEMA)
+    result["warnings"] += pictures.doubts()
+    return result

@@ -63,6 +63,7 @@ def score_captions(
         done += len(batch)
         progress(len(batch))
     result = estimate(torch.cat(found), cut)
+    notes += samples.doubts()
     if cut:
         notes.append(f"{cut} prompts are longer than {model.context} tokens and were cut, the end token kept")
     if abs(model.about["logit_scale"] / SCALE - 1) > 1e-3:

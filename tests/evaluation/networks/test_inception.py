@@ -106,6 +106,14 @@ def test_a_file_of_something_else_is_named(tmp_path, random_file):
     (tmp_path / "inception.pt").write_bytes(b"not the pinned file")
     with pytest.raises(ValueError, match=r"no Inception file that is known \(sha256"):
         load_inception(tmp_path / "inception.pt")
+    for name in ("broken.pth", "broken.safetensors"):
+        (tmp_path / name).write_bytes(b"no weights")
+        with pytest.raises(ValueError, match=rf"{name} cannot be read as weights") as error:
+            load_inception(tmp_path / name)
+        assert "\n" not in str(error.value)
+    torch.save([torch.zeros(3)], tmp_path / "list.pth")
+    with pytest.raises(ValueError, match="list.pth holds no state dict"):
+        load_inception(tmp_path / "list.pth")
     state = torch.load(random_file, weights_only=True)
     save_file(
         {name: value for name, value in state.items() if not name.startswith("fc")},

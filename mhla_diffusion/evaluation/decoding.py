@@ -1,0 +1,102 @@
+"""Single pictures as they are stored: decoded, or said what is wrong with them, and what their pixels do not show."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
+CODECS = {"jpg": "jpeg", "tif": "tiff", "mpo": "jpeg"}  # a JPEG with a second one behind it
+ORIENTATION = 0x0112  # of EXIF; 1 is upright
+ANIMATED, ROTATED = "animated", "rotated"
+
+
+class Stored(NamedTuple):
+    """A part of a file, as members of a tar are."""
+
+    path: Path
+    offset: int
+    size: int
+
+    def read(self) -> bytes:
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
+
+
+class Picture(NamedTuple):
+    """uint8 `(3, H, W)` or what is wrong; mode and codec on disk, whatever the name; `notes` of the above."""
+
+    pixels: Tensor | str
+    mode: str
+    codec: str
+    notes: tuple[str, ...] = ()
+
+
+def codec_of(name: str) -> str:
+    """Of a format's name or a suffix."""
+    name = name.lower().lstrip(".")
+    return CODECS.get(name, name)
+
+
+def decode(file: Path | Stored, background: str | None) -> Picture:
+    """The picture in RGB; transparent ones are laid on `background`, and refused without one."""
+    try:
+        with Image.open(io.BytesIO(file.read()) if isinstance(file, Stored) else file) as image:
+            mode, codec = image.mode, codec_of(image.format)
+            if mode[0] in "IF":
+                what = f"it has more than 8 bits a colour (mode {mode}), which stand for other colours: store it with 8"
+                return Picture(what, mode, codec)
+            notes = notes_of(image)
+            image.load()
+            if image.has_transparency_data:
+                image = image.convert("RGBA")
+                if image.getextrema()[3][0] < 255:
+                    if background is None:
+                        what = "it is transparent; name what lies behind it, for example --background white"
+                        return Picture(what, mode, codec)
+                    image = Image.alpha_composite(Image.new("RGBA", image.size, background), image)
+            array = np.asarray(image.convert("RGB"))
+    except Exception as error:  # every codec has faults of its own for broken files
+        return Picture(f"cannot be read ({' '.join(str(error).split())})", "unreadable", "")
+    return Picture(torch.from_numpy(array.copy()).permute(2, 0, 1).contiguous(), mode, codec, notes)
+
+
+def notes_of(image: Image.Image) -> tuple[str, ...]:
+    notes = (ANIMATED,) if getattr(image, "is_animated", False) and image.format != "MPO" else ()
+    try:
+        turned = image.getexif().get(ORIENTATION, 1) > 1
+    except Exception:  # broken EXIF makes no broken picture
+        turned = False
+    return notes + ((ROTATED,) if turned else ())
+
+
+class PictureFiles(Dataset):
+    """Index and picture of each of some files."""
+
+    def __init__(self, files: Sequence[tuple[int, Path | Stored]], background: str | None):
+        self.files, self.background = files, background
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, place: int) -> tuple[int, Picture]:
+        index, file = self.files[place]
+        return index, decode(file, self.background)
+
+
+def packed(items: list[tuple[int, Picture]]) -> tuple:
+    """Indices, pixels, the rest of each. Pictures of one size become one tensor: each costs a worker an open file."""
+    indices, pictures = zip(*items, strict=True)
+    pixels = [picture.pixels for picture in pictures]
+    shapes = {each if isinstance(each, str) else each.shape for each in pixels}
+    whole = len(shapes) == 1 and not isinstance(pixels[0], str)
+    return indices, torch.stack(pixels) if whole else pixels, [picture[1:] for picture in pictures]
