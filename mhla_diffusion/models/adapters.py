@@ -39,6 +39,12 @@ class AdapterMixin:
         none for this model, or when new weights of another adapter are loaded already.
         """
         self._check_unfused()
+        if stored_on_disk(
+            self
+        ):  # in place of such weights there is memory without values, which would be read
+            raise ValueError(
+                "the transformer's weights are offloaded to the disk: load the adapter, and then enable_group_offload()"
+            )
         if not isinstance(source, dict):
             names = (
                 "cache_dir",
@@ -154,6 +160,13 @@ class AdapterMixin:
     def unfuse_lora(self, *args, **kwargs) -> None:
         super().unfuse_lora(*args, **kwargs)
         self._adapter_is_fused = False
+
+
+def stored_on_disk(model: nn.Module) -> bool:
+    """Whether Diffusers' group offloading keeps weights of the model in files."""
+    registries = (getattr(module, "_diffusers_hook", None) for module in model.modules())
+    hooks = (registry.get_hook("group_offloading") for registry in registries if registry is not None)
+    return any(hook is not None and hook.group.offload_to_disk_path is not None for hook in hooks)
 
 
 def pair_fits(name: str, tensor: torch.Tensor, modules: dict[str, nn.Module]) -> bool:

@@ -81,15 +81,27 @@ def fetches_itself(module: nn.Module) -> bool:
 
 
 def embedded(
-    embedder: nn.Module, timestep: torch.Tensor, class_labels: torch.Tensor, x: torch.Tensor
+    layer: MHLADiTTransformerBlock, timestep: torch.Tensor, class_labels: torch.Tensor, x: torch.Tensor
 ) -> torch.Tensor:
-    """`embedder(timestep, class_labels)`, `(B, C)` in x's dtype, on x's device also while its weights lie elsewhere.
+    """What the layer's embedder makes, `(B, C)` in x's dtype, on x's device also while its weights lie elsewhere.
 
     Offloading by blocks fetches a layer's weights when the layer runs; its embedder runs before that. Offloading by
     leaves, and accelerate's, fetch the embedder's own.
     """
+    embedder = layer.norm1.emb
     weights = dict(embedder.named_parameters())
     arguments, options = (timestep, class_labels), {"hidden_dtype": x.dtype}
+    registry = getattr(layer, "_diffusers_hook", None)
+    hook = None if registry is None else registry.get_hook("group_offloading")
+    if hook is not None and hook.group.offload_to_disk_path is not None:
+        # Of weights on the disk there is nothing to copy: memory of their shape stands in their place.
+        hook.group.onload_()
+        if hook.group.stream is not None:
+            hook.group.stream.synchronize()
+        try:
+            return embedder(*arguments, **options)
+        finally:
+            hook.group.offload_()
     if all(p.device == x.device or p.is_meta for p in weights.values()) or fetches_itself(embedder):
         return embedder(*arguments, **options)
     near = {name: p.to(x.device, non_blocking=True) for name, p in weights.items()}
@@ -260,8 +272,8 @@ class MHLADiTTransformer2DModel(
             class_labels = torch.where(dropped, self.config.num_embeds_ada_norm, class_labels)
 
         x = self.pos_embed(hidden_states)  # (B, N, C)
+        conditioning = embedded(self.transformer_blocks[0], timestep, class_labels, x)  # (B, C)
         embedder = self.transformer_blocks[0].norm1.emb
-        conditioning = embedded(embedder, timestep, class_labels, x)  # (B, C)
         with self.own_cache_context():
             for layer in self.transformer_blocks:
                 # A layer whose embedder is the first one's own module need not embed again.

@@ -252,6 +252,17 @@ def test_an_adapter_that_does_not_fit_is_refused_whole(make, message):
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
 
 
+@pytest.mark.parametrize("mixing", [False, True])
+def test_weights_on_the_disk_take_no_adapter(tmp_path, mixing):
+    save_adapter(trained(mixing=mixing), tmp_path / "lora")
+    model, cpu = base(), torch.device("cpu")
+    options = {"offload_type": "leaf_level", "offload_to_disk_path": str(tmp_path / "weights")}
+    model.enable_group_offload(onload_device=cpu, offload_device=cpu, **options)
+    with pytest.raises(ValueError, match="load the adapter, and then enable_group_offload") as caught:
+        load_adapter(model, tmp_path / "lora")
+    assert "\n" not in str(caught.value)
+
+
 def test_whole_stock_weights_are_no_adapter(tmp_path):
     model = base()
     model.add_adapter(LoraConfig(r=2, target_modules=TARGETS, modules_to_save=["proj_out"]))

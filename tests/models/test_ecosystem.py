@@ -137,6 +137,21 @@ def test_group_offload_finds_every_weight_where_it_is_used(family, kind, layers)
 
 @torch.no_grad()
 @EACH
+@GROUPS
+def test_group_offload_to_the_disk_reads_no_weight_that_is_not_there(family, kind, tmp_path):
+    ours = stirred(family.model(**family.full))
+    expected = family.run(ours)
+    cpu = torch.device("cpu")
+    ours.enable_group_offload(
+        onload_device=cpu, offload_device=cpu, offload_to_disk_path=str(tmp_path), **kind
+    )
+    assert len(list(tmp_path.iterdir())) > 1
+    for _ in range(2):
+        assert relative(family.run(ours), expected) < 1e-6
+
+
+@torch.no_grad()
+@EACH
 @pytest.mark.parametrize("options", [None, SOFTMAX_BESIDE], ids=["everything", "softmax beside"])
 def test_weights_that_are_there_only_while_their_module_runs_are_enough(family, options):
     """As under sequential offload: outside of its own forward every module's weights are on the meta device."""
