@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,6 +29,7 @@ NEAR = 40.0  # how far (in 0..255, Euclidean) a pixel of a background may be fro
 DIFFERENT = 32.0  # from which distance to the background on a pixel belongs to an object
 BORDER_WEIGHT = 4.0  # of a pixel in the outer sixteenth, when the background is looked for
 SMALLEST = 1 / 256  # share of the picture below which a spot is no object
+MOST_PARTS = 300  # of so many connected parts objects are put together
 HALF = 0.52  # an object of a scene with several is at most about this wide; parts within it belong together
 WIDE = 0.56  # from this width on a region may be several objects that touch
 VALLEY = 0.4  # it is cut where its profile falls below this share of its height on both sides
@@ -114,42 +116,70 @@ def objects_of(picture: Tensor, background: Background | None = None) -> list[Bo
     mask = foreground(picture, background or background_of(picture))
     height, width = mask.shape
     least = max(1, round(SMALLEST * mask.numel()))
-    found = regions(mask)
-    parts = [found == label for label in range(1, int(found.max()) + 1)]
-    parts = merged(parts, width, height)
-    parts = [piece for part in parts for piece in cut(part, width, height)]
+    found = largest(regions(mask))
+    groups = merged(boxes_of(found), width, height)
+    object_of = torch.zeros(int(found.max()) + 1, dtype=torch.int64)
+    for number, group in enumerate(groups, 1):
+        object_of[torch.tensor(group) + 1] = number
+    found = object_of[found]
+    parts = (piece for n in range(1, len(groups) + 1) for piece in cut(found == n, width, height))
     boxes = [box_of(part) for part in parts if int(part.sum()) >= least]
     return sorted(boxes, key=lambda box: (box.top + box.bottom, box.left + box.right))
+
+
+def largest(labels: Tensor, most: int = MOST_PARTS) -> Tensor:
+    """Labels of the `most` largest parts alone, numbered anew in their order: more is noise, whatever stands in it."""
+    sizes = torch.bincount(labels.flatten())[1:]
+    if len(sizes) <= most:
+        return labels
+    kept = sizes.argsort(descending=True, stable=True)[:most].sort().values + 1
+    numbers = torch.zeros(len(sizes) + 1, dtype=torch.int64)
+    numbers[kept] = torch.arange(1, most + 1)
+    return numbers[labels]
+
+
+def boxes_of(labels: Tensor) -> list[Box]:
+    """The box of each part, in the order of the labels."""
+    count = int(labels.max())
+    places = labels.nonzero()  # (pixels, 2): row, column
+    owner = (labels[labels > 0] - 1)[:, None].expand(-1, 2)
+    first = torch.full((count, 2), labels.numel()).scatter_reduce_(0, owner, places, "amin")
+    last = torch.full((count, 2), -1).scatter_reduce_(0, owner, places, "amax") + 1
+    return [Box(x0, y0, x1, y1) for (y0, x0), (y1, x1) in zip(first.tolist(), last.tolist(), strict=True)]
 
 
 def union(a: Box, b: Box) -> Box:
     return Box(min(a.left, b.left), min(a.top, b.top), max(a.right, b.right), max(a.bottom, b.bottom))
 
 
-def gap(a: Box, b: Box) -> int:
-    """Free pixels between two boxes along the axis where they are further apart; negative when they overlap."""
-    return max(max(a.left, b.left) - min(a.right, b.right), max(a.top, b.top) - min(a.bottom, b.bottom))
+def gaps_between(box: np.ndarray, others: np.ndarray, width: int, height: int) -> np.ndarray:
+    """Free pixels to each of the other boxes, along the axis where they are further apart; negative when they overlap.
+
+    Infinite where the two cannot be one object: their common box is above half the picture, and in neither of them.
+    """
+    gaps = np.maximum(box[:2], others[:, :2]) - np.minimum(box[2:], others[:, 2:])  # (n, 2): across, down
+    whole = np.concatenate([np.minimum(box[:2], others[:, :2]), np.maximum(box[2:], others[:, 2:])], axis=1)
+    fits = (whole[:, 2:] - whole[:, :2] <= (HALF * width, HALF * height)).all(1)
+    inside = (whole == box).all(1) | (whole == others).all(1)
+    return np.where(fits | inside, gaps.max(1), np.inf)
 
 
-def merged(parts: list[Tensor], width: int, height: int) -> list[Tensor]:
-    """Nearest parts become one while their common box stays within half the picture, or lies in one of theirs."""
-    parts, boxes = list(parts), [box_of(part) for part in parts]
-    while True:
-        best = None
-        for i in range(len(parts)):
-            for j in range(i + 1, len(parts)):
-                whole = union(boxes[i], boxes[j])
-                fits = whole.size[0] <= HALF * width and whole.size[1] <= HALF * height
-                inside = whole in (boxes[i], boxes[j])
-                if fits or inside:
-                    distance = gap(boxes[i], boxes[j])
-                    if best is None or distance < best[0]:
-                        best = (distance, i, j)
-        if best is None:
-            return parts
-        _, i, j = best
-        parts[i], boxes[i] = parts[i] | parts[j], union(boxes[i], boxes[j])
-        del parts[j], boxes[j]
+def merged(boxes: Sequence[Box], width: int, height: int) -> list[list[int]]:
+    """Numbers of the boxes that are one object: the two nearest become one as long as any two can (`gaps_between`)."""
+    edges, groups = np.array(boxes, dtype=np.int64).reshape(-1, 4), [[i] for i in range(len(boxes))]
+    gaps = np.full((len(boxes), len(boxes)), np.inf)  # of i and j > i
+    for i in range(len(boxes)):
+        gaps[i, i + 1 :] = gaps_between(edges[i], edges[i + 1 :], width, height)
+    while np.isfinite(gaps).any():
+        i, j = np.unravel_index(gaps.argmin(), gaps.shape)
+        groups[i] += groups[j]
+        groups[j] = []
+        edges[i] = *np.minimum(edges[i, :2], edges[j, :2]), *np.maximum(edges[i, 2:], edges[j, 2:])
+        new = gaps_between(edges[i], edges, width, height)
+        new[[number for number, group in enumerate(groups) if not group]] = np.inf
+        gaps[j], gaps[:, j] = np.inf, np.inf
+        gaps[i, i + 1 :], gaps[:i, i] = new[i + 1 :], new[:i]
+    return [group for group in groups if group]
 
 
 def cut(part: Tensor, width: int, height: int) -> list[Tensor]:

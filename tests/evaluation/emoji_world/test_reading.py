@@ -7,14 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mhla_diffusion.evaluation.emoji_world.reading import (
+    HALF,
     PALETTE,
     Box,
     background_of,
     box_of,
+    boxes_of,
     crop_of,
     foreground,
+    merged,
     objects_of,
     regions,
+    union,
 )
 from mhla_diffusion.training.emoji import BACKGROUNDS, load_sprites
 from mhla_diffusion.training.emoji_scenes import ScenePainter, ScenePlanner
@@ -82,6 +86,48 @@ def test_parts_of_one_drawing_are_one_object_and_specks_are_none():
     paint(picture, 10, 20, 12, 4)
     paint(picture, 60, 60, 2, 2)
     assert objects_of(picture) == [Box(10, 10, 22, 24)]
+
+
+def nearest_pairs(boxes: list[Box], side: int) -> list[list[int]]:
+    """What `merged` gives, pair by pair."""
+    boxes, groups = list(boxes), [[i] for i in range(len(boxes))]
+
+    def gap(a: Box, b: Box) -> float:
+        whole = union(a, b)
+        if max(whole.size) > HALF * side and whole not in (a, b):
+            return float("inf")
+        return max(max(a.left, b.left) - min(a.right, b.right), max(a.top, b.top) - min(a.bottom, b.bottom))
+
+    while True:
+        pairs = [(gap(boxes[i], boxes[j]), i, j) for i in range(len(boxes)) for j in range(i + 1, len(boxes))]
+        if not pairs or min(pairs)[0] == float("inf"):
+            return groups
+        _, i, j = min(pairs)
+        boxes[i], groups[i] = union(boxes[i], boxes[j]), groups[i] + groups[j]
+        del boxes[j], groups[j]
+
+
+@given(st.integers(0, 2**32), st.integers(0, 12))
+def test_the_nearest_boxes_are_one_object_while_they_fit(seed, count):
+    draw = np.random.default_rng(seed)
+    corners, sizes = draw.integers(0, 50, (count, 2)), draw.integers(1, 14, (count, 2))
+    boxes = [Box(*map(int, (*corner, *(corner + size)))) for corner, size in zip(corners, sizes, strict=True)]
+    assert merged(boxes, 64, 64) == nearest_pairs(boxes, 64)
+
+
+@given(st.integers(0, 2**32), st.floats(0, 1))
+def test_boxes_of_parts(seed, share):
+    labels = regions(torch.from_numpy(np.random.default_rng(seed).random((9, 7)) < share))
+    assert boxes_of(labels) == [box_of(labels == n) for n in range(1, int(labels.max()) + 1)]
+
+
+def test_a_picture_full_of_specks_is_read():
+    """As a model that is hardly trained draws; comparing every pair again and again would take hours."""
+    picture = canvas("white", 256)
+    picture[:, torch.rand(256, 256, generator=torch.Generator().manual_seed(0)) < 0.03] = 0
+    paint(picture, 30, 40, 60, 50)
+    found = objects_of(picture)
+    assert any(box.left <= 30 and box.right >= 90 and box.top <= 40 and box.bottom >= 90 for box in found)
 
 
 def test_drawings_that_touch_are_cut_where_they_are_thin():
