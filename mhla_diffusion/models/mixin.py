@@ -150,7 +150,14 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
 
     @classmethod
     def load_config(cls, pretrained_model_name_or_path, *args, **kwargs):
-        # Diffusers would only say that there is no config.json.
+        # Diffusers would only say that there is no config.json, or that it is no JSON.
+        if Path(pretrained_model_name_or_path or "").is_file():
+            path = pretrained_model_name_or_path
+            if Path(path).suffix != ".json":
+                raise ValueError(
+                    f"{path} is one file, {cls.__name__}.from_pretrained reads a folder: use "
+                    f"from_single_file({str(path)!r}), or `mhla convert {path} OUT`"
+                )
         folder = Path(pretrained_model_name_or_path or "", kwargs.get("subfolder") or "")
         if folder.is_dir() and (original_wan(folder) or not (folder / "config.json").is_file()):
             for path in original_files(folder):

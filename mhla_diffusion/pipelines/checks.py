@@ -23,9 +23,12 @@ __all__ = [
     "OUTPUT_TYPES",
     "CheckedLoading",
     "FiniteWatch",
+    "check_attention_kwargs",
     "check_choice",
+    "check_defaults",
     "check_frames",
     "check_generators",
+    "check_latents",
     "check_multiple",
     "check_number",
     "check_positions",
@@ -82,6 +85,10 @@ class FiniteWatch:
     """
 
     def __init__(self, callback: Callable | None, tensor_inputs: list[str]):
+        if callback is not None and not callable(callback):
+            raise ValueError(
+                f"callback_on_step_end={callback!r}: give a function of pipe, step, timestep and tensors"
+            )
         self.callback = callback
         self.callback_inputs = list(tensor_inputs)
         self.tensor_inputs = [*self.callback_inputs, *({"latents"} - set(self.callback_inputs))]
@@ -144,6 +151,30 @@ def check_generators(generator, pictures: int, what: str = "picture") -> None:
             f"generator has {len(generator)} entries for {pictures} {what}(s): "
             f"give one generator for all, or one for each {what}"
         )
+
+
+def check_latents(latents, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless `latents` is None or a tensor of this shape."""
+    if latents is None or (isinstance(latents, torch.Tensor) and tuple(latents.shape) == shape):
+        return
+    given = (
+        f"shape {tuple(latents.shape)}"
+        if isinstance(latents, torch.Tensor)
+        else f"the type {type(latents).__name__}"
+    )
+    raise ValueError(f"latents have {given}, this call needs {shape}")
+
+
+def check_defaults(steps, guidance_scale) -> None:
+    """Raise ValueError unless these can be the saved defaults of a pipeline."""
+    check_number("default_steps", steps, minimum=1, whole=True)
+    check_number("default_guidance_scale", guidance_scale, minimum=0)
+
+
+def check_attention_kwargs(given) -> None:
+    """Raise ValueError unless arguments for attention layers are a dict, or None."""
+    if given is not None and not isinstance(given, dict):
+        raise ValueError(f'attention_kwargs={given!r}: give a dict such as {{"scale": 0.5}}, or None')
 
 
 def check_texts(name: str, texts) -> None:

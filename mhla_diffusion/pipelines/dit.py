@@ -3,7 +3,6 @@
 import difflib
 import inspect
 import numbers
-import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,13 +25,17 @@ from .checks import (
     OUTPUT_TYPES,
     CheckedLoading,
     FiniteWatch,
+    check_attention_kwargs,
     check_choice,
+    check_defaults,
     check_generators,
+    check_latents,
     check_multiple,
     check_number,
     check_tensor_inputs,
     wanted_tensors,
 )
+from .class_labels import WHOLE_NUMBER, check_label_names, label_names
 from .dit_schedulers import (
     DIT_SCHEDULERS,
     KEEPS_THREE_CHANNELS,
@@ -42,16 +45,6 @@ from .dit_schedulers import (
 )
 
 __all__ = ["DIT_SCHEDULERS", "MHLADiTPipeline", "dit_scheduler", "label_names"]
-
-WHOLE_NUMBER = re.compile(r"-?\d{1,18}")
-
-
-def label_names(pipeline: DiTPipeline) -> dict[int, str]:
-    """`id2label` of a pipeline, out of the labels that it looks up."""
-    names: dict[int, list[str]] = {}
-    for name, number in pipeline.labels.items():
-        names.setdefault(number, []).append(name)
-    return {number: ", ".join(names[number]) for number in sorted(names)}
 
 
 class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
@@ -81,6 +74,8 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
         default_steps: int = 50,
         default_guidance_scale: float = 4.0,
     ):
+        check_label_names(id2label, transformer.config.num_embeds_ada_norm)
+        check_defaults(default_steps, default_guidance_scale)
         super().__init__(transformer, vae, scheduler, id2label)
         if guidance_channels is not None:
             channels = transformer.config.in_channels
@@ -255,8 +250,8 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
             width // self.vae_scale_factor,
         )
         check_generators(generator, shape[0])
-        if latents is not None and tuple(latents.shape) != shape:
-            raise ValueError(f"latents have shape {tuple(latents.shape)}, this call needs {shape}")
+        check_latents(latents, shape)
+        check_attention_kwargs(attention_kwargs)
 
         device = self._execution_device
         self._guidance_scale, self._interrupt = guidance_scale, False

@@ -14,12 +14,16 @@ from .checks import (
     OUTPUT_TYPES,
     CheckedLoading,
     FiniteWatch,
+    check_attention_kwargs,
     check_choice,
+    check_defaults,
     check_generators,
+    check_latents,
     check_multiple,
     check_number,
     check_prompts,
     check_tensor_inputs,
+    check_texts,
     number_of_prompts,
     wanted_tensors,
 )
@@ -59,6 +63,8 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
         complex_human_instruction: str | None = None,
         use_resolution_binning: bool = False,
     ):
+        check_defaults(default_steps, default_guidance_scale)
+        check_number("max_sequence_length", max_sequence_length, minimum=1, whole=True)
         super().__init__(tokenizer, text_encoder, vae, transformer, scheduler)
         if isinstance(complex_human_instruction, (list, tuple)):
             # A list in model_index.json would be taken for a component.
@@ -143,6 +149,8 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
             complex_human_instruction = config.complex_human_instruction
         if isinstance(complex_human_instruction, str):
             complex_human_instruction = [complex_human_instruction] if complex_human_instruction else None
+        if complex_human_instruction:
+            check_texts("complex_human_instruction", complex_human_instruction)
 
         callback_on_step_end_tensor_inputs = wanted_tensors(
             callback_on_step_end, callback_on_step_end_tensor_inputs
@@ -155,6 +163,7 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
         check_number("height", height, minimum=1, whole=True)
         check_number("width", width, minimum=1, whole=True)
         check_choice("output_type", output_type, OUTPUT_TYPES)
+        check_attention_kwargs(attention_kwargs)
         if binning and self.transformer.config.sample_size not in BINNED_SAMPLE_SIZES:
             raise ValueError(
                 f"use_resolution_binning knows sample sizes {BINNED_SAMPLE_SIZES} only, this transformer has "
@@ -281,12 +290,11 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
     def _check_noise(self, generator, latents, pictures: int, height: int, width: int, binning: bool) -> None:
         """Raise ValueError unless generators and latents fit the number and size of the pictures."""
         check_generators(generator, pictures)
-        if latents is not None and not binning:
+        if not binning:
             shape = (
                 pictures,
                 self.transformer.config.in_channels,
                 height // self.vae_scale_factor,
                 width // self.vae_scale_factor,
             )
-            if tuple(latents.shape) != shape:
-                raise ValueError(f"latents have shape {tuple(latents.shape)}, this call needs {shape}")
+            check_latents(latents, shape)

@@ -16,6 +16,7 @@ from .checks import (
     check_choice,
     check_frames,
     check_generators,
+    check_latents,
     check_number,
     check_positions,
     check_prompts,
@@ -199,8 +200,7 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
         check_generators(generator, videos, "video")
         shape = self.latent_shape(videos, frames, height, width)
         check_positions(shape, self.denoiser.config)
-        if latents is not None and tuple(latents.shape) != shape:
-            raise ValueError(f"latents have shape {tuple(latents.shape)}, this call needs {shape}")
+        check_latents(latents, shape)
 
         self._check_experts(steps)
         latents = self.prepare_latents(

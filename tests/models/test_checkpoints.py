@@ -257,6 +257,14 @@ def test_from_pretrained_of_an_original_folder_names_the_command(tmp_path, kind)
         kind.from_pretrained(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("kind", [MHLADiTTransformer2DModel, MHLASanaTransformer2DModel])
+def test_from_pretrained_of_one_file_names_what_reads_it(tmp_path, kind):
+    torch.save({}, tmp_path / "a.pt")
+    with pytest.raises(ValueError, match=r"use from_single_file\('.*a.pt'\), or `mhla convert") as caught:
+        kind.from_pretrained(tmp_path / "a.pt")
+    assert "\n" not in str(caught.value)
+
+
 def test_what_the_shapes_do_not_tell_is_asked_for(tmp_path):
     path, out = tmp_path / "a.pt", tmp_path / "out"
     torch.save(state_in("dit"), path)

@@ -37,7 +37,7 @@ def test_with_a_stock_transformer_of_1000_classes_it_is_the_stock_pipeline_bit_f
 
 @pytest.mark.parametrize("classes", [1, 3, 10])
 def test_any_number_of_classes_has_its_own_null_class(classes):
-    pipe = pipeline(stock_transformer(num_embeds_ada_norm=classes))
+    pipe = pipeline(stock_transformer(num_embeds_ada_norm=classes), id2label={0: "the first"})
     seen = []
     embedder = pipe.transformer.transformer_blocks[0].norm1.emb.class_embedder
     embedder.register_forward_pre_hook(lambda _, labels: seen.append(labels[0].tolist()))
@@ -214,7 +214,10 @@ BAD_CALLS = [
         {"latents": torch.zeros(1, 4, 8, 9)},
         r"latents have shape \(1, 4, 8, 9\), this call needs \(1, 4, 8, 8\)",
     ),
+    ({"latents": 5}, r"latents have the type int, this call needs \(1, 4, 8, 8\)"),
     ({"callback_on_step_end_tensor_inputs": ["noise"]}, "choose among"),
+    ({"callback_on_step_end": 5}, "callback_on_step_end=5: give a function"),
+    ({"attention_kwargs": 0.5}, "attention_kwargs=0.5: give a dict"),
 ]
 
 
@@ -237,6 +240,13 @@ def test_settings_that_cannot_work_are_refused():
     for channels in (0, 5, 1.5):
         with pytest.raises(ValueError, match="guidance_channels="):
             pipeline(guidance_channels=channels)
+    for labels in ([1], {0: 5}, {"a": "x"}, {99: "x"}, {-1: "x"}, {0: ""}, {0: "a,,b"}, {0.5: "x"}):
+        with pytest.raises(ValueError, match="id2label") as caught:
+            pipeline(id2label=labels)
+        assert "\n" not in str(caught.value)
+    for defaults in ({"default_steps": 0}, {"default_steps": "5"}, {"default_guidance_scale": -1}):
+        with pytest.raises(ValueError, match=f"{next(iter(defaults))}="):
+            pipeline(**defaults)
     fixed = pipeline(stock_transformer(out_channels=4))
     fixed.scheduler = dit_scheduler("ddpm")
     with pytest.raises(ValueError, match="predicts no variances"):

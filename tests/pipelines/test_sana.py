@@ -250,7 +250,11 @@ BAD_CALLS = [
     ),
     ({"output_type": "jpeg"}, "output_type='jpeg': choose one of pil, np, pt, latent"),
     ({"use_resolution_binning": True}, "this transformer has 8: pass use_resolution_binning=False"),
+    ({"latents": 5}, r"latents have the type int, this call needs \(1, 4, 8, 8\)"),
     ({"callback_on_step_end_tensor_inputs": ["noise"]}, "choose among"),
+    ({"callback_on_step_end": 5}, "callback_on_step_end=5: give a function"),
+    ({"attention_kwargs": 0.5}, "attention_kwargs=0.5: give a dict"),
+    ({"complex_human_instruction": [5]}, r"complex_human_instruction=\[5\]: give a string"),
     ({"prompt_embeds": torch.zeros(1, 8, 16)}, "either prompt or prompt_embeds"),
     ({"prompt": None, "prompt_embeds": torch.zeros(1, 8, 16)}, "need a prompt_attention_mask of shape"),
     (
