@@ -16,6 +16,7 @@ from torch import Tensor
 from ..networks.clip import clip_model
 from ..networks.extractors import full_precision, usable
 from ..networks.image_text import ImageTextModel, unit
+from ..networks.transformers_folders import load_model
 from ..networks.weight_files import about_weights, find_weights
 from .judge import THRESHOLD, Detection
 
@@ -60,20 +61,13 @@ class Detector:
         self.clip = clip
         if colours and clip is None:
             self.clip = clip_model(weights.get("clip"), pretrained=None, device=device)
-        from transformers import AutoConfig, AutoImageProcessor, Mask2FormerForUniversalSegmentation
+        from transformers import AutoImageProcessor, Mask2FormerForUniversalSegmentation
 
-        config = AutoConfig.from_pretrained(found.path, local_files_only=True)
-        if config.model_type != "mask2former":
-            raise ValueError(
-                f"{found.path} holds a {config.model_type}, not mask2former: give another folder"
-            )
         self.device, self.threshold = usable(device), threshold
+        self.network = load_model(Mask2FormerForUniversalSegmentation, found.path, "mask2former")
+        self.network = self.network.to(self.device)
         self.processor = AutoImageProcessor.from_pretrained(found.path, local_files_only=True)
-        self.network = Mask2FormerForUniversalSegmentation.from_pretrained(
-            found.path, local_files_only=True, dtype=torch.float32
-        )
-        self.network = self.network.eval().to(self.device)
-        self.labels = {number: NAMES.get(name, name) for number, name in config.id2label.items()}
+        self.labels = {n: NAMES.get(name, name) for n, name in self.network.config.id2label.items()}
         self.about = {
             "detector": "Mask2Former through transformers",
             "official": False,

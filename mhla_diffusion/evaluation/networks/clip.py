@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,6 +16,7 @@ from torch import Tensor
 from ..faults import MissingWeights
 from .extractors import COLOURS, usable
 from .image_text import ImageTextModel, shortest_side_pixels
+from .transformers_folders import load_model
 from .weight_files import Found, about_weights, find_weights
 
 PREPARATION = (
@@ -102,7 +106,9 @@ def open_clip_model(
     stated = bool(config.get("quick_gelu", False))
     chosen = activation(stated, known, quick_gelu, found is not None, notes)
     try:
-        network = open_clip.create_model(name, device="cpu", quick_gelu=chosen, **build)
+        with quiet(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)  # random weights are the same in every run
+            network = open_clip.create_model(name, device="cpu", quick_gelu=chosen, **build)
     except RuntimeError as error:
         raise MissingWeights(
             f"{name} has no weights that fit ({' '.join(str(error).split())[:200]})"
@@ -146,6 +152,17 @@ def open_clip_model(
         device=device,
         notes=notes,
     )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without open_clip's warning that weights are random, which those of a file are not, and others are noted."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def tag_of(open_clip, name: str, pretrained: str | None, sha256: str, notes: list[str]) -> dict | None:
@@ -241,19 +258,10 @@ def load(open_clip, network: torch.nn.Module, path: Path, tag: dict | None) -> N
 
 def transformers_clip(found: Found, device: torch.device) -> ImageTextModel:
     """CLIP from a folder in transformers' layout."""
-    from transformers import AutoConfig, AutoTokenizer, CLIPModel
+    from transformers import AutoTokenizer, CLIPModel
 
-    config = AutoConfig.from_pretrained(found.path, local_files_only=True)
-    if config.model_type != "clip":
-        raise ValueError(f"{found.path} holds a {config.model_type}, not clip: give another folder")
-    network, loading = CLIPModel.from_pretrained(
-        found.path, local_files_only=True, dtype=torch.float32, output_loading_info=True
-    )
-    if missing := sorted(loading["missing_keys"]):
-        raise ValueError(
-            f"{found.path} lacks {len(missing)} weights, the first is {missing[0]}: give a whole copy"
-        )
-    network = network.eval().to(device)
+    network = load_model(CLIPModel, found.path, "clip").to(device)
+    config = network.config
     tokenizer = AutoTokenizer.from_pretrained(found.path, local_files_only=True)
     mean, std = COLOURS["clip-image"]
     file = found.path / "preprocessor_config.json"

@@ -13,6 +13,7 @@ from torch import Tensor
 from .inception import INPUT_SIZE, TAPS, FIDInception
 from .inception_weights import load_inception
 from .preparation import DESCRIPTIONS, as_uint8, pil_bicubic, prepare
+from .transformers_folders import load_model
 from .weight_files import about_weights, find_weights
 
 
@@ -191,15 +192,12 @@ def transformers_vision(
     Raises MissingWeights with every place searched; ValueError for another kind of model.
     """
     found = find_weights(role, weights)
-    from transformers import AutoConfig, CLIPVisionModelWithProjection, Dinov2Model
+    from transformers import CLIPVisionModelWithProjection, Dinov2Model
 
-    config = AutoConfig.from_pretrained(found.path, local_files_only=True)
-    kinds = {"dinov2": ("dinov2",), "clip-image": ("clip", "clip_vision_model")}[role]
-    if config.model_type not in kinds:
-        raise ValueError(f"{found.path} holds a {config.model_type}, not {kinds[0]}: give another folder")
     cls = Dinov2Model if role == "dinov2" else CLIPVisionModelWithProjection
     where = usable(device)
-    network = cls.from_pretrained(found.path, local_files_only=True, dtype=torch.float32).eval().to(where)
+    kind = {"dinov2": "dinov2", "clip-image": "clip, clip_vision_model"}[role]
+    network = load_model(cls, found.path, kind).to(where)
     vision = getattr(network.config, "vision_config", network.config)
     side = 224 if role == "dinov2" else vision.image_size
     mean, std = (torch.tensor(values, device=where).reshape(3, 1, 1) for values in COLOURS[role])

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .transformers_folders import load_model
 from .weight_files import about_weights, find_weights
 
 
@@ -32,8 +33,8 @@ def sentence_encoder(weights: str | os.PathLike | None = None) -> SentenceEncode
     found = find_weights("minilm", weights)
     from transformers import AutoModel, AutoTokenizer
 
+    network = load_model(AutoModel, found.path, "bert", unused=("pooler.",))
     tokenizer = AutoTokenizer.from_pretrained(found.path, local_files_only=True)
-    network = AutoModel.from_pretrained(found.path, local_files_only=True, dtype=torch.float32).eval()
 
     @torch.no_grad()
     def encode(texts: Sequence[str], batch_size: int = 256) -> Tensor:

@@ -70,10 +70,16 @@ def run_distances(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     statistics = read_statistics(path) if holds_statistics(path) else None
     pictures = None
     if statistics is None or holds_pictures(path):
+        split = inputs.reference_split or protocol.reference.split
+        if split and not inputs.reference_split and path.exists() and path.suffix != ".tar":
+            raise ReferenceMismatch(
+                f"{protocol.protocol} compares with split {split} of a .tar "
+                f"({protocol.reference.what or 'whose JSON names splits'}), {path} has none"
+            )
         pictures = open_pictures(
             path,
             limit=inputs.limit,
-            split=inputs.reference_split or protocol.reference.split,
+            split=split,
             mixed_sizes=inputs.mixed_sizes,
             background=inputs.background or protocol.samples.background,
         )

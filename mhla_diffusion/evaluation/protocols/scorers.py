@@ -188,14 +188,17 @@ class Lack:
 def lacks(part: Part, scorer: Scorer, weights: dict[str, str]) -> Iterator[Lack]:
     """Weights and packages that are missing for a part."""
     wanted = part.metrics or scorer.metrics
-    for role in scorer.roles:
+    # Last, for a file with the classifier has all that Inception's other metrics need.
+    roles = sorted(scorer.roles, key=lambda role: role == "inception")
+    whole = False
+    for role in roles:
         single = "inception_score" if role == "inception-classifier" else None
-        if single and single not in wanted:
+        if (single and single not in wanted) or (role == "inception" and whole):
             continue
-        # A file with the classifier has all that the other roles of Inception need.
         given = weights.get(role) or (weights.get("inception-classifier") if role == "inception" else None)
         try:
             find_weights(role, given)
+            whole |= single is not None
         except MissingWeights as error:
             yield Lack(scorer.name, f"weights {role!r}", str(error), single if len(wanted) > 1 else None)
     for module, advice in scorer.packages:

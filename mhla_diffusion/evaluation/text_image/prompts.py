@@ -21,12 +21,20 @@ class Prompts:
     about: dict
 
 
-def prompts_of(pictures: PictureSet, file: str | None, *, keyed: bool = False, whole: bool = True) -> Prompts:
+def prompts_of(
+    pictures: PictureSet,
+    file: str | None,
+    *,
+    keyed: bool = False,
+    whole: bool = True,
+    advice: str = f"give --prompts FILE, {WAYS}",
+) -> Prompts:
     """Prompts of all pictures.
 
     Args:
         file: of prompts; None reads what `mhla generate` embeds in PNGs, or the captions in a .tar.
         keyed: only a file of keys will do. whole: each prompt of a file must have its picture.
+        advice: what is said when pictures carry none.
 
     Raises ValueError, naming the first, for a picture without a prompt or a prompt without its picture.
     """
@@ -35,7 +43,7 @@ def prompts_of(pictures: PictureSet, file: str | None, *, keyed: bool = False, w
             raise ValueError(
                 "this protocol needs the file of its prompts: give --prompts path/to/meta_data.json"
             )
-        return embedded(pictures)
+        return embedded(pictures, advice)
     path = Path(file).expanduser()
     if not path.is_file():
         raise ValueError(f"there is no file of prompts {path}: give {WAYS}")
@@ -56,7 +64,7 @@ def prompts_of(pictures: PictureSet, file: str | None, *, keyed: bool = False, w
     return Prompts(texts, {"file": str(path), "sha256": sha256, "count": len(texts)})
 
 
-def embedded(pictures: PictureSet) -> Prompts:
+def embedded(pictures: PictureSet, advice: str) -> Prompts:
     if isinstance(pictures, Folder):
         found = [(read_settings(file) or {}).get("prompt") for file in pictures.files]
         where = "embedded in the pictures"
@@ -67,7 +75,7 @@ def embedded(pictures: PictureSet) -> Prompts:
         found, where = [None], ""
     lost = [index for index, text in enumerate(found) if not isinstance(text, str)]
     if lost:
-        raise ValueError(f"{pictures.name_of(lost[0])} carries no prompt: give --prompts FILE, {WAYS}")
+        raise ValueError(f"{pictures.name_of(lost[0])} carries no prompt: {advice}")
     # Of the prompts alone: sets of other seeds compare.
     digest = hashlib.sha256("\n".join(sorted(set(found))).encode()).hexdigest()
     return Prompts(found, {"file": where, "sha256": digest, "count": len(found)})

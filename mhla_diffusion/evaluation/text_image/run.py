@@ -77,7 +77,9 @@ def score_set(
     from ..emoji_world.scenes import read_scenes
 
     scenes = read_scenes(Path(prompts) if prompts else None)
-    texts = prompts_of(pictures, None)
+    texts = prompts_of(
+        pictures, None, advice="draw the list of scenes by mhla generate, which puts it into each PNG"
+    )
     return score_scenes(pictures, texts, scenes, Namer(weights, device), **how)
 
 

@@ -173,12 +173,15 @@ def test_openai_weights_of_the_usual_models_need_quick_gelu():
         assert known and activation(False, known, None, True, notes) and not notes
 
 
-def test_random_weights_only_when_asked_for(monkeypatch, tmp_path, file_of_weights):
+def test_random_weights_only_when_asked_for(monkeypatch, tmp_path, file_of_weights, caplog):
     monkeypatch.delenv("MHLA_WEIGHTS", raising=False)
     with pytest.raises(MissingWeights, match="no weights 'clip'; searched .* --random-weights"):
         clip_model(model="ViT-tiny")
     model = clip_model(model="ViT-tiny", random_weights=True, device="cpu")
     assert model.about["weights"] == "random" and "random weights" in model.notes[0]
+    again = clip_model(model="ViT-tiny", random_weights=True, device="cpu")
+    assert torch.equal(model.encode_texts(["a"]).features, again.encode_texts(["a"]).features)
+    assert not caplog.records  # open_clip warns about them, also where weights of a file follow
     monkeypatch.setitem(
         open_clip.pretrained._PRETRAINED, "ViT-tiny", {"openai": {"url": "", "quick_gelu": True}}
     )

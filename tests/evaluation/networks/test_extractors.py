@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPVisionConfig,
     CLIPVisionModelWithProjection,
@@ -54,6 +55,26 @@ def test_clips_projected_embedding_feeds_cmmd(tmp_path, monkeypatch):
     assert abs(metric.compute()) < 1e-6
     with pytest.raises(ValueError, match="holds a clip_vision_model, not dinov2"):
         transformers_vision("dinov2", tmp_path / "clip-image")
+
+
+def test_weights_that_are_missing_are_not_drawn_at_random(tmp_path):
+    Dinov2Model(Dinov2Config(**SIZES, image_size=28, patch_size=14)).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    cut = state.pop("encoder.layer.1.mlp.fc1.weight")
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="lacks 1 weights, the first is encoder.layer.1.mlp.fc1.weight"):
+        transformers_vision("dinov2", tmp_path)
+    state["encoder.layer.1.mlp.fc1.weight"] = cut[1:]
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="holds no model that can be used"):
+        transformers_vision("dinov2", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ValueError, match="holds no model that can be used") as error:
+        transformers_vision("dinov2", tmp_path)
+    assert "\n" not in str(error.value)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match="holds no model that can be used"):
+        transformers_vision("dinov2", tmp_path)
 
 
 def test_random_networks_are_fixed_by_their_seed():

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from mhla_diffusion.cli import main
 from mhla_diffusion.evaluation.networks.inception import FIDInception
 from mhla_diffusion.evaluation.protocols.files import known_protocols, load_protocol
+from mhla_diffusion.evaluation.protocols.runner import missing
 from mhla_diffusion.evaluation.protocols.scorers import check_protocol, scorers
 from mhla_diffusion.pipelines.pictures import save_picture
 
@@ -226,6 +228,24 @@ def test_statistics_of_one_kind_of_features_leave_the_others_out(folders, capsys
     assert list(json.loads((folders / "a.json").read_text())["values"]) == ["fd"]
     assert main([*line, *map(str, more), "--device", "cpu", "--metrics", "sfd"]) == 2
     assert "sfd needs statistics of 'spatial' features" in capsys.readouterr().err
+
+
+def test_a_split_that_the_protocol_names_needs_a_tar(folders, capsys):
+    file = protocol(folders, SMOKE.replace("kind: either", "kind: either, split: train, what: emoji.tar"))
+    assert run(file, folders) == 2
+    assert "mine compares with split train of a .tar (emoji.tar)" in capsys.readouterr().err
+
+
+def test_a_file_with_the_classifier_is_all_of_inception(folders, monkeypatch):
+    place = folders / "weights" / "inception-classifier"
+    place.mkdir(parents=True)
+    (place / "pt_inception-2015-12-05-6726825d.pth").write_bytes(b"weights")
+    text = PICTURES + "parts:\n- {scorer: fid_adm_full}\n"
+    monkeypatch.setattr(sys, "path", [])  # without the package of the extra
+    for root, lacking in ((folders, ["inception_score", None]), (folders / "weights", [])):
+        monkeypatch.setenv("MHLA_WEIGHTS", str(root))
+        found = missing(load_protocol(protocol(folders, text)), {})
+        assert [lack.metric for lack in found["fid_adm_full"]] == lacking
 
 
 def test_what_was_not_given_is_asked_for(folders, capsys):

@@ -101,6 +101,8 @@ def test_a_part_may_be_scored(folder):
 def test_pictures_without_prompts_are_refused(folder):
     with pytest.raises(ValueError, match="carries no prompt: give --prompts"):
         prompts_of(open_pictures(torch.zeros(2, 3, 8, 8, dtype=torch.uint8)), None)
+    with pytest.raises(ValueError, match="picture 0 carries no prompt: draw it again"):
+        prompts_of(open_pictures(torch.zeros(2, 3, 8, 8, dtype=torch.uint8)), None, advice="draw it again")
     with pytest.raises(ValueError, match="needs the file of its prompts"):
         prompts_of(open_pictures(folder / "p"), None, keyed=True)
     with pytest.raises(ValueError, match="there is no file"):
