@@ -184,8 +184,7 @@ def normalise(x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch
         return x
     weight, eps = norm
     y = x.to(torch.promote_types(x.dtype, torch.float32))
-    over = -1 if weight.ndim == 1 else (-2, -1)
-    return y * torch.rsqrt(y.square().mean(dim=over, keepdim=True) + eps) * weight.to(y.dtype)
+    return F.rms_norm(y, weight.shape, weight.to(y.dtype), eps)
 
 
 def epilogue(out: torch.Tensor, norm_weight, norm_eps: float, gate, gate_bias, local) -> torch.Tensor:
@@ -195,9 +194,11 @@ def epilogue(out: torch.Tensor, norm_weight, norm_eps: float, gate, gate_bias, l
     """
     free = not _recorded(out, *[x for x in (norm_weight, gate, local) if x is not None])
     if norm_weight is not None:
-        scale = torch.rsqrt(out.square().mean(dim=-1, keepdim=True) + norm_eps)
         weight = norm_weight.to(out.dtype)
-        out = out.mul_(scale).mul_(weight) if free else out * scale * weight
+        if free:
+            out = out.mul_(torch.rsqrt(out.square().mean(dim=-1, keepdim=True) + norm_eps)).mul_(weight)
+        else:
+            out = F.rms_norm(out, weight.shape, weight, norm_eps)
     if gate is not None:
         gate = gate.to(out.dtype)
         if gate_bias is not None:

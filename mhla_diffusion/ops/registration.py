@@ -20,6 +20,7 @@ from .eager import epilogue, features, from_blocks, mask_padding, normalise
 from .partition import Partition, layout_partition
 from .replay import computed, on_its_device, replayed
 from .rotation import angle_tables
+from .triton_configs import overridden
 
 __all__ = [
     "mhla_backward",
@@ -151,33 +152,49 @@ def _states_backward(
 @on_its_device
 @replayed
 def mhla_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, state: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, state: Tensor | None,
     query_table: Tensor | None, key_table: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
     feature_eps: float, denominator_eps: float, divide: bool, trusted: bool,
     query_layout: Sequence[int] | None = None, key_layout: Sequence[int] | None = None,
+    state_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v and mixing."""
+    """Gradients of q, k, v and mixing. Without states they are computed again, in state_dtype."""
+    from .states_launch import summarise
+
     query = _part_of(query_table, query_layout, q.shape[1], trusted)
     key = _part_of(key_table, key_layout, k.shape[1], trusted)
+    rope, key_rope = _pair(cos, sin), _pair(key_cos, key_sin)
+    if state is None:
+        state = summarise(k, v, key, key_rope, feature_eps, mass=divide, state_dtype=state_dtype)
     return _states_backward(
-        grad, q, k, v, mixing, state, query, key, _pair(cos, sin), _pair(key_cos, key_sin),
-        feature_eps, denominator_eps, divide,
-    )  # fmt: skip
+        grad, q, k, v, mixing, state, query, key, rope, key_rope, feature_eps, denominator_eps, divide
+    )
 
 
 @mhla_backward.register_fake
 def _(
     grad, q, k, v, mixing, state, query_table, key_table, cos, sin, key_cos, key_sin,
-    feature_eps, denominator_eps, divide, trusted, query_layout=None, key_layout=None,
+    feature_eps, denominator_eps, divide, trusted, query_layout=None, key_layout=None, state_dtype=torch.float32,
 ):  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), mixing.new_empty(mixing.shape)
 
 
+def _states_are_small(q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: Tensor) -> bool:
+    """Whether keeping the states for the backward pass adds little to what is kept anyway: at most a fifth of it.
+
+    With few tokens in a block they would be as large as the queries (64 tokens of 72 channels), and summing them up
+    again is a tenth of the operator's step.
+    """
+    moved = (q.numel() + k.numel() + v.numel() + out.numel()) * q.element_size()
+    return overridden("keep_states", 5 * state.numel() * state.element_size() <= moved)
+
+
 def _setup_context(ctx, inputs, output) -> None:
     q, k, v, mixing, *rest = inputs
-    ctx.save_for_backward(q, k, v, mixing, output[1], *rest[:6])
-    ctx.options = (*rest[6:10], *rest[11:13])
+    state = output[1] if _states_are_small(q, k, v, *output) else None
+    ctx.save_for_backward(q, k, v, mixing, state, *rest[:6])
+    ctx.options = (*rest[6:10], *rest[11:14])
     ctx.inputs = len(inputs)
     ctx.set_materialize_grads(False)
 

@@ -9,7 +9,7 @@ import torch
 
 from mhla_diffusion.blocks import block_table
 from mhla_diffusion.mixing import BlockMixing, initial_mixing
-from mhla_diffusion.ops import mhla_attention
+from mhla_diffusion.ops import mhla_attention, triton_configs
 from mhla_diffusion.ops.registration import mhla_backward, mhla_forward, mhla_forward_output
 
 
@@ -31,9 +31,34 @@ def test_opcheck(device, divide, rope):
     q, k, v, mixing, *rest = arguments
     detached = [x.detach() for x in (torch.ones_like(out), q, k, v, mixing, state)]
     torch.library.opcheck(mhla_backward, (*detached, *rest[:-1]))
+    torch.library.opcheck(mhla_backward, (*detached[:-1], None, *rest[:-1]))
     alone = (*detached[1:5], *rest)
     torch.library.opcheck(mhla_forward_output, alone)
     assert torch.equal(mhla_forward_output(*alone), out)
+
+
+@pytest.mark.parametrize(("grid", "block_grid", "kept"), [((40,), (2,), True), ((10,), (5,), False)])
+@pytest.mark.parametrize("normalizer", ["paper", "none"])
+def test_states_are_kept_where_they_are_small_and_computed_again_elsewhere(
+    make_call, grid, block_grid, kept, normalizer
+):
+    """Blocks of 20 tokens and of 2, head dims of 8."""
+    call = make_call(grid, block_grid, 8, batch=1, normalizer=normalizer)
+    size = 8 * 8 + (8 if normalizer == "paper" else 0)
+    sizes = []
+
+    def pack(x):
+        sizes.append(x.shape[-1])
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = call.run("triton")
+    assert (size in sizes) == kept
+    call.check(result, 1e-5)
+    for choice in (True, False):
+        with triton_configs.override(keep_states=choice):
+            again = call.run("triton")
+        assert all(torch.equal(x, again[name]) for name, x in result.items())
 
 
 def compare_compiled(device, call, inputs, compiler: str, parameter) -> None:
