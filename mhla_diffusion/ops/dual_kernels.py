@@ -92,7 +92,7 @@ def dual_forward_kernel(
             score = dot(q1, tl.trans(k1), score, DOT)
         score = weigh(score, weight, BM, BN, RUN)
         if DIVIDE:
-            den += row_parts(score)
+            den += row_parts(score, DOT)
         score = operand(score, DOT)
         out0 = dot(score, v0, out0, DOT)
         if TV:
