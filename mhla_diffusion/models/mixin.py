@@ -13,12 +13,13 @@ from torch import nn
 
 from ..attention import GridSelfAttention, MHLASelfAttention
 from ..building import BUILDING
+from ..ops.backends import BACKENDS
 from ..weights import original_files, original_wan
 from .adapters import AdapterMixin
 from .context_parallel import ContextParallelMixin
 from .model_card import CardWithImportLine
-from .options import attention_options, check_options
-from .tensor_files import open_tensors, weight_files
+from .options import attention_options, check_choice, check_options
+from .tensor_files import WEIGHT_FILE, open_tensors, weight_files
 
 
 class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
@@ -62,7 +63,8 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
                 layers[index] = layer_class(stock, attention)
 
     def set_mhla_backend(self, backend: str) -> None:
-        """Choose the operator's backend (see `mhla_attention`) in every MHLA layer of this model."""
+        """Choose the operator's backend (see `mhla_attention`) in every MHLA layer; ValueError on another name."""
+        check_choice("backend", backend, BACKENDS)
         for module in self.modules():
             if isinstance(module, MHLASelfAttention):
                 module.backend = backend
@@ -146,6 +148,11 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
             if (folder / "config.json").is_file():
                 for path in weight_files(folder, kwargs.get("variant")):
                     open_tensors(path)
+                    found = WEIGHT_FILE.fullmatch(path.name)["variant"]
+                    if found and not kwargs.get("variant"):
+                        raise ValueError(
+                            f"{folder} holds weights of the variant {found} only: give variant={found!r}"
+                        ) from None
             raise
 
     @classmethod

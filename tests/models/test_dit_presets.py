@@ -38,10 +38,9 @@ def multiply_adds(model: MHLADiTTransformer2DModel) -> float:
     side = model.config.sample_size
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, 4, side, side), torch.zeros(1), torch.zeros(1, dtype=torch.long))
-    # The output layer embeds as well, so as many passes of the embedder's two matrices are one too many as
-    # there are layers.
+    # Each layer has an embedder of its own here: all but one of their passes are too many.
     embedder = model.transformer_blocks[0].norm1.emb.timestep_embedder
-    extra = sum(p.numel() for p in embedder.parameters() if p.ndim == 2) * len(model.transformer_blocks)
+    extra = sum(p.numel() for p in embedder.parameters() if p.ndim == 2) * (len(model.transformer_blocks) - 1)
     return (counter.get_total_flops() / 2 - extra) / 1e9
 
 

@@ -98,6 +98,17 @@ def test_a_backend_can_be_chosen():
         ours.set_mhla_backend("reference")
         assert all(block.attn1.backend == "reference" for block in ours.transformer_blocks)
         assert relative(run(ours), expected) < 1e-5
+    with pytest.raises(ValueError, match="backend='cuda': choose one of auto, triton, eager, reference"):
+        ours.set_mhla_backend("cuda")
+    assert all(block.attn1.backend == "reference" for block in ours.transformer_blocks)
+
+
+def test_a_folder_that_has_a_variant_alone_says_which(tmp_path):
+    model().save_pretrained(tmp_path, variant="fp16")
+    with pytest.raises(ValueError, match="weights of the variant fp16 only: give variant='fp16'") as caught:
+        MHLASanaTransformer2DModel.from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert MHLASanaTransformer2DModel.from_pretrained(tmp_path, variant="fp16")
 
 
 def test_a_token_mask_is_refused():
