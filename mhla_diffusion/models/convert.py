@@ -130,7 +130,9 @@ def restore(model: MHLAModelMixin) -> ModelMixin:
     """
     if not isinstance(model, ours()):
         known = ", ".join(kind.__name__ for kind in ours())
-        raise ValueError(f"restore() takes one of {known}, got {named(model)}: it undoes convert()")
+        raise ValueError(
+            f"restore() takes one of {known}, got {named(model, 'restore')}: it undoes convert()"
+        )
     check_usable(model, "restore")
     if model.config.get("mhla_time_shift", 1) != 1:
         raise ValueError(
@@ -151,12 +153,12 @@ def family_of(model: ModelMixin) -> Family:
     return next(family for family in FAMILIES if isinstance(model, family.stock))
 
 
-def named(model) -> str:
+def named(model, action: str) -> str:
     kind = type(model).__name__
     if isinstance(model, DiffusionPipeline) and getattr(model, "transformer", None) is not None:
-        return f"a {kind} (convert one of its parts: pipe.transformer = convert(pipe.transformer))"
+        return f"a {kind} ({action} one of its parts: pipe.transformer = {action}(pipe.transformer))"
     if hasattr(model, "_orig_mod"):
-        return "a compiled model (convert first, then torch.compile)"
+        return f"a compiled model ({action} first, then torch.compile)"
     return f"a {kind}"
 
 
@@ -168,7 +170,7 @@ def check_plain(model) -> None:
             f"{type(model).__name__} is converted already: convert(restore(model), ...) changes it"
         )
     if not isinstance(model, tuple(family.stock for family in FAMILIES)):
-        raise ValueError(f"convert() takes one of {known}, got {named(model)}")
+        raise ValueError(f"convert() takes one of {known}, got {named(model, 'convert')}")
     check_usable(model, "convert")
 
 

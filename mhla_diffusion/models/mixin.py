@@ -14,12 +14,11 @@ from torch import nn
 from ..attention import GridSelfAttention, MHLASelfAttention
 from ..building import BUILDING
 from ..ops.backends import BACKENDS
-from ..weights import original_files, original_wan
 from .adapters import AdapterMixin
 from .context_parallel import ContextParallelMixin
 from .model_card import CardWithImportLine
+from .model_folders import check_family, check_model_folder, check_weight_files
 from .options import attention_options, check_choice, check_options
-from .tensor_files import WEIGHT_FILE, open_tensors, weight_files
 
 
 class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
@@ -145,36 +144,13 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
         except (OSError, RuntimeError, LookupError, TypeError, AttributeError):
             # Diffusers does not say what is wrong with a file, and fails anyhow on an index that is none.
             folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
-            if (folder / "config.json").is_file():
-                for path in weight_files(folder, kwargs.get("variant")):
-                    open_tensors(path)
-                    found = WEIGHT_FILE.fullmatch(path.name)["variant"]
-                    if found and not kwargs.get("variant"):
-                        raise ValueError(
-                            f"{folder} holds weights of the variant {found} only: give variant={found!r}"
-                        ) from None
+            check_weight_files(folder, kwargs.get("variant"))
             raise
 
     @classmethod
     def load_config(cls, pretrained_model_name_or_path, *args, **kwargs):
         # Diffusers would only say that there is no config.json, or that it is no JSON.
-        if Path(pretrained_model_name_or_path or "").is_file():
-            path = pretrained_model_name_or_path
-            if Path(path).suffix != ".json":
-                raise ValueError(
-                    f"{path} is one file, {cls.__name__}.from_pretrained reads a folder: use "
-                    f"from_single_file({str(path)!r}), or `mhla convert {path} OUT`"
-                )
-        folder = Path(pretrained_model_name_or_path or "", kwargs.get("subfolder") or "")
-        if folder.is_dir() and (original_wan(folder) or not (folder / "config.json").is_file()):
-            for path in original_files(folder):
-                what = (
-                    "Wan's config.json" if path == folder else f"{path.relative_to(folder)}, no config.json"
-                )
-                raise ValueError(
-                    f"{folder} holds a model in its original layout ({what}): `mhla convert {path} OUT` makes a "
-                    f"folder of it that {cls.__name__}.from_pretrained reads"
-                )
+        check_model_folder(pretrained_model_name_or_path, kwargs.get("subfolder"), cls.__name__)
         return super().load_config(pretrained_model_name_or_path, *args, **kwargs)
 
     @classmethod
@@ -220,6 +196,7 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
 
     @classmethod
     def extract_init_dict(cls, config_dict, **kwargs):
+        check_family(config_dict, cls)
         # Diffusers drops what a config holds too much with a log line: a mistyped option would go unnoticed.
         known = cls._get_init_keys(cls)
         unknown = [

@@ -74,6 +74,11 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
         default_steps: int = 50,
         default_guidance_scale: float = 4.0,
     ):
+        if not hasattr(transformer.config, "num_embeds_ada_norm"):
+            raise ValueError(
+                f"{type(self).__name__} draws with a DiT, got a {type(transformer).__name__}: load the pipeline that "
+                "it belongs to"
+            )
         check_label_names(id2label, transformer.config.num_embeds_ada_norm)
         check_defaults(default_steps, default_guidance_scale)
         super().__init__(transformer, vae, scheduler, id2label)

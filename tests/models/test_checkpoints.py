@@ -265,6 +265,16 @@ def test_from_pretrained_of_one_file_names_what_reads_it(tmp_path, kind):
     assert "\n" not in str(caught.value)
 
 
+def test_from_pretrained_of_a_pipeline_or_another_model_says_so(tmp_path):
+    tiny_sana.stock_pipeline().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match='is the folder of a pipeline.*subfolder="transformer"') as caught:
+        MHLASanaTransformer2DModel.from_pretrained(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert MHLASanaTransformer2DModel.from_pretrained(tmp_path, subfolder="transformer")
+    with pytest.raises(ValueError, match="of a SanaTransformer2DModel, not of a MHLADiTTransformer2DModel"):
+        MHLADiTTransformer2DModel.from_pretrained(tmp_path, subfolder="transformer")
+
+
 def test_what_the_shapes_do_not_tell_is_asked_for(tmp_path):
     path, out = tmp_path / "a.pt", tmp_path / "out"
     torch.save(state_in("dit"), path)

@@ -239,3 +239,7 @@ def test_checkpointing_is_carried_over_and_back():
 def test_restore_takes_only_what_convert_made():
     with pytest.raises(ValueError, match="takes one of MHLASanaTransformer2DModel"):
         restore(stock_transformer())
+    with pytest.raises(ValueError, match=r"pipe.transformer = restore.pipe.transformer."):
+        restore(stock_pipeline(convert(stock_transformer())))
+    with pytest.raises(ValueError, match="restore first, then torch.compile"):
+        restore(torch.compile(convert(stock_transformer())))

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import tiny_sana
 import torch
 from diffusers import (
     DiffusionPipeline,
@@ -240,6 +241,8 @@ def test_settings_that_cannot_work_are_refused():
     for channels in (0, 5, 1.5):
         with pytest.raises(ValueError, match="guidance_channels="):
             pipeline(guidance_channels=channels)
+    with pytest.raises(ValueError, match="draws with a DiT, got a SanaTransformer2DModel"):
+        pipeline(tiny_sana.stock_transformer())
     for labels in ([1], {0: 5}, {"a": "x"}, {99: "x"}, {-1: "x"}, {0: ""}, {0: "a,,b"}, {0.5: "x"}):
         with pytest.raises(ValueError, match="id2label") as caught:
             pipeline(id2label=labels)
