@@ -1,18 +1,20 @@
-"""Writes the tables of docs/kernels.md from the result files that it links, between the comments that name them.
+"""Writes the tables of docs/kernels.md and docs/speed.md from the result files that they link, between the comments
+that name them.
 
-    python eval/operator_docs.py
+    python eval/result_docs.py
 
-A test holds the page against the files: run this after they are new.
+A test holds the pages against the files: run this after they are new.
 """
 
 import json
 import re
 from pathlib import Path
 
+from mhla_diffusion.evaluation.image_rows import CASES as IMAGE_CASES
 from mhla_diffusion.evaluation.operator_cases import CASES, Case
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "kernels.md"
+PAGES = [ROOT / "docs" / name for name in ("kernels.md", "speed.md")]
 RESULTS = ROOT / "eval" / "results"
 CUDNN = "SDPA cuDNN"
 TITLES = {
@@ -128,7 +130,86 @@ def counters() -> str:
     return table(["shape", "step", *titles, "registers"], lines)
 
 
-TABLES = {"rows": rows, "scaling": scaling, "forms": forms, "counters": counters}
+def ratio_cell(value: float | None, target: float | None, met: bool) -> str:
+    if target is None:
+        return f"{value:.2f}"
+    return f"{value:.2f} ({'met' if met else 'missed'}: {target:g})"
+
+
+def image_lines(name: str, direction: str, mode: str) -> list[list[str]]:
+    """Model and pixels; stock, floor, ours; ours over stock beside its target; peak memory of ours and stock."""
+    targets = {case.name: case.target for case in IMAGE_CASES}
+    lines = []
+    for row in result_of(name)["rows"]:
+        if "error" in row or (row["direction"], row["mode"]) != (direction, mode):
+            continue
+        ratio = row["ours_ms"] / row["stock_ms"]
+        target = targets.get(row["name"]) if mode == "compiled" else None
+        lines.append(
+            [
+                f"{row['model']}, {row['size']} px, {row['batch']} at once",
+                *[f"{row[f'{who}_ms']:.1f}" for who in ("stock", "floor", "ours")],
+                ratio_cell(ratio, target, target is not None and ratio <= target),
+                f"{row['peak_gb']:.2f} / {row['stock_peak_gb']:.2f}",
+            ]
+        )
+    return lines
+
+
+IMAGE_TITLES = ["model", "stock", "floor", "ours", "ours / stock (target)", "GB, ours / stock"]
+
+
+def images_compiled() -> str:
+    return table(IMAGE_TITLES, image_lines("image_models_h200.json", "forward", "compiled"))
+
+
+def images_fused() -> str:
+    return table(IMAGE_TITLES, image_lines("image_models_fused_h200.json", "forward", "compiled"))
+
+
+def images_eager() -> str:
+    return table(IMAGE_TITLES, image_lines("image_models_h200.json", "forward", "eager"))
+
+
+def images_train() -> str:
+    modes = ("compiled", "eager")
+    lines = [
+        [line[0], mode, *line[1:]]
+        for mode in modes
+        for line in image_lines("image_models_h200.json", "train", mode)
+    ]
+    return table([IMAGE_TITLES[0], "mode", *IMAGE_TITLES[1:]], lines)
+
+
+VIDEO_VARIANTS = {
+    "stock_cudnn": "stock, cuDNN", "stock_flash": "stock, FlashAttention-2", "linear": "plain linear", "floor": "floor",
+    "full": "MHLA in all layers", "hybrid": "MHLA in 2 of 3",
+}  # fmt: skip
+
+
+def video() -> str:
+    lines = []
+    for row in result_of("wan_h200.json")["rows"]:
+        cells = row["variants"]
+        if any(cells.get(name, {}).get("ms") is None for name in ("stock_cudnn", "full")):
+            continue
+        known = [cells.get(name, {}) for name in VIDEO_VARIANTS]
+        stock, full = cells["stock_cudnn"], cells["full"]
+        lines.append(
+            [
+                f"{row['size']}, {row['direction']}, {row['mode']}",
+                *["" if cell.get("ms") is None else f"{cell['ms']:.0f}" for cell in known],
+                f"{stock['ms'] / full['ms']:.2f}x",
+                f"{full['peak_gb']:.2f} / {stock['peak_gb']:.2f}",
+            ]
+        )
+    return table(["video", *VIDEO_VARIANTS.values(), "stock / MHLA", "GB, MHLA / stock"], lines)
+
+
+TABLES = {
+    "rows": rows, "scaling": scaling, "forms": forms, "counters": counters, "images compiled": images_compiled,
+    "images fused": images_fused, "images eager": images_eager, "images train": images_train, "video": video,
+}  # fmt: skip
 
 
 def filled(page: str) -> str:
@@ -141,8 +222,9 @@ def filled(page: str) -> str:
 
 
 def main() -> None:
-    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"{PAGE.relative_to(ROOT)} written")
+    for page in PAGES:
+        page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"{page.relative_to(ROOT)} written")
 
 
 if __name__ == "__main__":
