@@ -131,7 +131,7 @@ def run_protocol(args: argparse.Namespace) -> int:
     protocol = find_protocol(args.protocol, (*TEXT_IMAGE_PROTOCOLS, *known))
     if args.reference is None:
         raise ValueError(f"protocol {protocol.name} compares with real pictures: give --reference SET")
-    if args.prompts or args.random_weights or args.clip_model or args.clip_pretrained:
+    if any((args.prompts, args.random_weights, args.clip_model, args.clip_pretrained, args.long_prompts)):
         raise ValueError(f"protocol {protocol.name} reads no prompts and no CLIP: leave those options out")
     check_weights(protocol, tuple(args.metrics or ()), dict(args.weights), args.skip_missing)
 

@@ -79,7 +79,7 @@ def run_file(args: argparse.Namespace) -> int:
     from ...folders import check_writable
 
     check_writable(out, "--out")
-    for option in ("metrics", "floor", "random_weights", "clip_model", "clip_pretrained"):
+    for option in ("metrics", "floor", "random_weights", "clip_model", "clip_pretrained", "long_prompts"):
         if getattr(args, option, None):
             raise ValueError(
                 f"--{option.replace('_', '-')} is fixed by the protocol: leave it out, or copy {protocol.file} and "

@@ -86,13 +86,17 @@ def named_parts(protocol: Protocol) -> list[tuple[str, Part, Scorer]]:
 
 
 def check_inputs(protocol: Protocol, inputs: Inputs) -> None:
-    """Raises ValueError for what a scorer needs and was not given, and for weights that none uses."""
-    roles = set()
+    """Raises ValueError for what a scorer needs and was not given, and for what none uses."""
+    roles, read = set(), set()
     for name, _, scorer in named_parts(protocol):
         roles |= {*scorer.roles, *scorer.optional}
+        read |= {*scorer.needs, *scorer.reads}
         for need in scorer.needs:
             if not getattr(inputs, need):
                 raise ValueError(f"{protocol.protocol}: {name} needs {NEEDS[need]}")
+    for name in ("reference", "prompts", "results", "plan"):
+        if getattr(inputs, name) and name not in read:
+            raise ValueError(f"no part of {protocol.protocol} reads --{name}: leave it out")
     foreign = sorted(inputs.weights.keys() - roles)
     if foreign:
         raise ValueError(

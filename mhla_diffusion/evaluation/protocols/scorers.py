@@ -49,7 +49,8 @@ class Scorer:
     """`run(part, protocol, inputs)` gives a result with "values" and "warnings"; it may raise ValueError.
 
     roles: weights that it needs; optional: weights that it reads for some samples only; packages: modules, and what
-    brings each; needs: fields of `Inputs` without which it cannot run; options: names of a part's options.
+    brings each; needs: fields of `Inputs` without which it cannot run; reads: others that it looks at; options: names
+    of a part's options.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Scorer:
     optional: tuple[str, ...] = ()
     packages: tuple[tuple[str, str], ...] = ()
     needs: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     summary: str = ""
 
@@ -95,6 +97,7 @@ def scorers() -> dict[str, Scorer]:
             roles=each.roles,
             optional=each.optional,
             needs=("prompts",) if each.keyed or each.kind == "detections" else (),
+            reads=("prompts",),
             options=("long_prompts",) if each.kind == "clip" else (),
             summary=each.summary,
         )
@@ -108,6 +111,7 @@ def scorers() -> dict[str, Scorer]:
             running.run_video_check,
             roles=("vbench-prompts",),
             packages=(PYAV,),
+            reads=("plan", "prompts"),
             options=("fps", "size", "frames", "dimensions"),
             summary="are all videos of VBench's plan there, readable and alike",
         ),
@@ -125,6 +129,7 @@ def scorers() -> dict[str, Scorer]:
             ("motion", "direction", "background"),
             running.run_motions,
             packages=(PYAV,),
+            reads=("prompts",),
             summary="do videos of one object on a plain background move as their captions say; pixels only",
         ),
         Scorer(

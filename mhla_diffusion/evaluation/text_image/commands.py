@@ -16,8 +16,8 @@ def add_text_image_options(parser) -> None:
     add = group.add_argument
     add("--prompts", metavar="FILE",
         help="MJHQ's meta_data.json, .jsonl of {file, prompt}, .txt (default: what the pictures carry)")  # fmt: skip
-    add("--long-prompts", choices=("truncate", "error"), default="truncate",
-        help="what becomes of prompts with too many tokens (default: %(default)s)")  # fmt: skip
+    add("--long-prompts", choices=("truncate", "error"),
+        help="what becomes of prompts with too many tokens (default: truncate)")  # fmt: skip
     add("--clip-model", metavar="NAME", help="open_clip's name of the model in a file of weights")
     add("--clip-pretrained", metavar="NAME", help="open_clip's name of those weights, for example openai")
     add("--random-weights", action="store_true", help="try out without weights; numbers mean nothing")
@@ -48,7 +48,7 @@ def run_text_image(args: argparse.Namespace, protocol: TextImageProtocol, opened
             whole=args.limit is None,
             weights=weights,
             device=args.device,
-            long_prompts=args.long_prompts,
+            long_prompts=args.long_prompts or "truncate",
             clip_model_name=args.clip_model,
             clip_pretrained=args.clip_pretrained,
             random_weights=args.random_weights,

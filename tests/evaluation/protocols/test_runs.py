@@ -101,7 +101,8 @@ def test_missing_weights_are_named_before_anything_is_computed(folders, capsys):
     assert run(file, folders, "--skip-missing") == 0
     assert "no weights 'clip'" in result(folders)["skipped"]["clip_score"]
     alone = protocol(folders, PICTURES + "parts:\n- {scorer: clip_score}\n", "alone")
-    assert run(alone, folders, "--skip-missing") == 3  # nothing would remain
+    line = ["eval", "run", "--protocol", alone, "--samples", str(folders / "samples"), "--skip-missing"]
+    assert main(line) == 3  # nothing would remain
 
 
 def test_a_part_that_fails_does_not_lose_the_others(folders, capsys):
@@ -166,6 +167,9 @@ def test_samples_other_than_asked_for(folders, capsys, rules, status, message):
         (SMOKE.replace("pictures, c", "videos, c"), [], "smoke scores pictures, samples.kind is videos"),
         (SMOKE, ["--weights", "clip=x"], "protocol mine uses no weights 'clip': it uses none"),
         (SMOKE, ["--metrics", "fd"], "--metrics is fixed by the protocol"),
+        (SMOKE, ["--long-prompts", "error"], "--long-prompts is fixed by the protocol"),
+        (SMOKE, ["--prompts", "x.txt"], "no part of mine reads --prompts: leave it out"),
+        (SMOKE, ["--results", "x.json"], "no part of mine reads --results: leave it out"),
         (SMOKE, ["--out", "x.json"], "give a folder"),
         (SMOKE, ["--samples-split", "train"], "has no splits"),
     ],
