@@ -35,6 +35,7 @@ __all__ = [
     "check_prompts",
     "check_tensor_inputs",
     "check_texts",
+    "forget_broken_off",
     "number_of_prompts",
     "round_size",
     "wanted_tensors",
@@ -76,6 +77,13 @@ class CheckedLoading(CardWithImportLine):
             load_adapter(self, source, adapter_name=adapter_name, hotswap=hotswap, **where)
         else:
             super().load_lora_weights(source, adapter_name=adapter_name, hotswap=hotswap, **where)
+
+
+def forget_broken_off(pipe: DiffusionPipeline) -> None:
+    """Let caches drop what a call left that was broken off; one that ends does it by itself."""
+    for component in pipe.components.values():
+        if hasattr(component, "_reset_stateful_cache"):
+            component._reset_stateful_cache()
 
 
 class FiniteWatch:

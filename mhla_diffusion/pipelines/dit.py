@@ -33,6 +33,7 @@ from .checks import (
     check_multiple,
     check_number,
     check_tensor_inputs,
+    forget_broken_off,
     wanted_tensors,
 )
 from .class_labels import WHOLE_NUMBER, check_label_names, label_names
@@ -274,6 +275,7 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
         accepted = inspect.signature(self.scheduler.step).parameters
         options = {k: v for k, v in {"generator": generator, "eta": eta}.items() if k in accepted}
         watch = FiniteWatch(callback_on_step_end, callback_on_step_end_tensor_inputs)
+        forget_broken_off(self)
         with self.progress_bar(total=len(timesteps)) as bar:
             for i, t in enumerate(timesteps):
                 if self.interrupt:

@@ -24,6 +24,7 @@ from .checks import (
     check_prompts,
     check_tensor_inputs,
     check_texts,
+    forget_broken_off,
     number_of_prompts,
     wanted_tensors,
 )
@@ -196,6 +197,7 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
         self._check_noise(generator, latents, prompts * num_images_per_prompt, height, width, binning)
 
         watch = FiniteWatch(callback_on_step_end, callback_on_step_end_tensor_inputs)
+        forget_broken_off(self)
         output = super().__call__(
             prompt=prompt,
             negative_prompt=negative_prompt,

@@ -21,6 +21,7 @@ from .checks import (
     check_positions,
     check_prompts,
     check_tensor_inputs,
+    forget_broken_off,
     number_of_prompts,
     round_size,
     wanted_tensors,
@@ -207,6 +208,7 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
             videos, shape[1], height, width, frames, torch.float32, self._execution_device, generator, latents
         )
         watch = VideoWatch(latents, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        forget_broken_off(self)
         return super().__call__(
             prompt=prompt,
             negative_prompt=negative_prompt,

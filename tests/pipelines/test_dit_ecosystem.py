@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig
+from diffusers import FirstBlockCacheConfig, TaylorSeerCacheConfig
 from model_checks import close, stirred
 from random_lora import save_random_lora
 from tiny_dit import autoencoder, generator, stock_pipeline, stock_transformer
@@ -70,6 +70,20 @@ def test_a_cache_keeps_its_state_through_the_steps_and_loses_it_at_the_end(pipe)
         FirstBlockCacheConfig(threshold=1e3)
     )  # all steps take the first one's rest
     assert not close(draw(cached), plain)
+
+
+def test_a_cache_forgets_a_call_that_was_broken_off():
+    def broken_off(pipe, step, timestep, tensors):
+        if step == 1:
+            raise KeyboardInterrupt
+        return {}
+
+    cached = pipeline(convert(stock_transformer(num_layers=3)))
+    cached.transformer.enable_cache(TaylorSeerCacheConfig(cache_interval=2))
+    whole = draw(cached)
+    with pytest.raises(KeyboardInterrupt):
+        draw(cached, callback_on_step_end=broken_off)
+    assert close(draw(cached), whole)
 
 
 def test_the_stock_pipeline_caches_our_transformer_though_it_names_no_call():

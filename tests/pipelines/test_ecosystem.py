@@ -88,6 +88,23 @@ def test_caches_skip_steps_and_forget_one_picture_before_the_next(kind, cache):
     assert close(kind.draw(pipe), plain)
 
 
+def broken_off(pipe, step, timestep, tensors):
+    if step == 1:
+        raise KeyboardInterrupt
+    return {}
+
+
+@OURS
+@pytest.mark.parametrize("cache", ["taylor", "mag"])
+def test_caches_forget_a_call_that_was_broken_off(kind, cache):
+    pipe = kind.pipeline()
+    pipe.transformer.enable_cache(CACHES[cache](pipe))
+    whole = kind.draw(pipe)
+    with pytest.raises(KeyboardInterrupt):
+        kind.tiny.draw(pipe, callback_on_step_end=broken_off)
+    assert torch.equal(kind.draw(pipe), whole)
+
+
 @EACH
 @pytest.mark.parametrize("whole", [True, False], ids=["the whole pipeline", "the transformer"])
 @pytest.mark.parametrize("how", [{"offload_type": "leaf_level"}, {"num_blocks_per_group": 1}])
