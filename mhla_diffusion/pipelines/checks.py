@@ -103,12 +103,16 @@ class FiniteWatch:
         self.finite: list[torch.Tensor] = []
 
     def __call__(self, pipe: DiffusionPipeline, step: int, timestep, tensors: dict) -> dict:
-        self.finite.append(tensors["latents"].isfinite().all())
+        finite, changed = tensors["latents"].isfinite().all(), {}
+        if self.callback is not None:
+            given = {name: tensors[name] for name in self.callback_inputs}
+            changed = self.callback(pipe, step, timestep, given) or {}
+        if "latents" in changed:
+            finite = finite & changed["latents"].isfinite().all()
+        self.finite.append(finite)
         if step == pipe.num_timesteps - 1:
             self.check(pipe)  # before the decoder turns them into a black picture
-        if self.callback is None:
-            return {}
-        return self.callback(pipe, step, timestep, {name: tensors[name] for name in self.callback_inputs})
+        return changed
 
     def check(self, pipe: DiffusionPipeline) -> None:
         """Raise FloatingPointError naming the first step after which the latents were not finite."""

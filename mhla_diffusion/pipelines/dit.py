@@ -283,7 +283,7 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
                 with self.cache_context(i):
                     prediction = self.predict(latents, t, labels, attention_kwargs)
                 latents = self.scheduler.step(prediction, t, latents, **options, return_dict=False)[0]
-                latents = (watch(self, i, t, {"latents": latents}) or {}).get("latents", latents)
+                latents = watch(self, i, t, {"latents": latents}).get("latents", latents)
                 bar.update()
         watch.check(self)
 

@@ -183,6 +183,9 @@ def test_callbacks_see_and_change_the_latents_and_can_stop(pipe):
 
 def test_latents_that_are_not_finite_raise_and_name_the_step():
     pipe = pipeline()
+    spoil = {"latents": torch.full((1, 4, 8, 8), float("nan"))}
+    with pytest.raises(FloatingPointError, match="after step 3 of 3"):
+        draw(pipe, callback_on_step_end=lambda pipe, step, *_: spoil if step == 2 else {})
     with torch.no_grad():
         pipe.transformer.proj_out_2.weight[0] = float("inf")
     with pytest.raises(FloatingPointError, match="after step 1 of 3") as caught:

@@ -189,11 +189,12 @@ def test_latents_that_are_not_finite_raise_and_name_the_step():
     pipe = pipeline()
 
     def spoil(pipe, step, timestep, tensors):
-        return {"latents": tensors["latents"] * float("nan")} if step == 0 else {}
+        return {"latents": tensors["latents"] * float("nan")} if step == spoilt else {}
 
-    with pytest.raises(FloatingPointError, match="after step 2 of 3") as caught:
-        draw(pipe, callback_on_step_end=spoil)
-    assert "\n" not in str(caught.value)
+    for spoilt in (0, 2):  # the last step's latents are those that are decoded
+        with pytest.raises(FloatingPointError, match=f"after step {spoilt + 1} of 3") as caught:
+            draw(pipe, callback_on_step_end=spoil)
+        assert "\n" not in str(caught.value)
     with torch.no_grad():
         pipe.transformer.proj_out.weight[0] = float("inf")
     with pytest.raises(FloatingPointError, match="after step 1 of 3"):
