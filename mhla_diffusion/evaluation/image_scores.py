@@ -60,7 +60,8 @@ class Gathered:
 
     def __init__(self, extractor: Extractor, moments: set[str], features: set[str]):
         self.states = {tap: empty_state(extractor.taps[tap]).to(extractor.device) for tap in moments}
-        self.parts: dict[str, list[Tensor]] = {tap: [] for tap in features}
+        self.parts: dict[str, list[Tensor]] = {tap: [] for tap in features}  # on the CPU
+        self.device = extractor.device
         self.count = 0
 
     def add(self, found: dict[str, Tensor]) -> None:
@@ -74,7 +75,10 @@ class Gathered:
         return moments_of_state(self.states[tap].cpu(), what)
 
     def features(self, tap: str) -> Tensor:
-        return torch.cat(self.parts[tap])
+        """`(N, width)` on the network's device, which computes tables of distances much faster."""
+        if len(self.parts[tap]) > 1:
+            self.parts[tap] = [torch.cat(self.parts[tap])]
+        return self.parts[tap][0].to(self.device)
 
 
 def gather(

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from mhla_diffusion.cli import main
 from mhla_diffusion.evaluation.faults import InsufficientSamples
 from mhla_diffusion.evaluation.image_protocols import PROTOCOLS
-from mhla_diffusion.evaluation.image_scores import as_lines, score
+from mhla_diffusion.evaluation.image_scores import as_lines, gather, score
 from mhla_diffusion.evaluation.networks.extractors import efficientnet, random_network
 from mhla_diffusion.evaluation.networks.inception import FIDInception
 from mhla_diffusion.evaluation.picture_sets import open_pictures
@@ -143,6 +143,12 @@ def test_a_mistake_is_one_line(folders, capsys, words, status, message):
     assert main(["eval", *(places.get(word, word) for word in words.split())]) == status
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+def test_features_that_several_metrics_read_are_put_together_once():
+    pictures = open_pictures(pattern(9))
+    found = gather(pictures, random_network(device="cpu"), moments=set(), features={"pool"}, batch_size=2)
+    assert found.features("pool").shape == (9, 64) and found.features("pool") is found.features("pool")
 
 
 def test_too_few_for_neighbours_are_refused_before_a_pass():

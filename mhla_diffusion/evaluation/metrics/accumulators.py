@@ -89,30 +89,35 @@ class FrechetDistance(PictureSetMetric):
 
     def __init__(self, extractor: Extractor | None = None, **kwargs: Any):
         super().__init__(extractor, **kwargs)
+        self.reference: Moments | None = None
         self.add_state("real_moments", empty_state(self.width), dist_reduce_fx=merge)
         self.add_state("fake_moments", empty_state(self.width), dist_reduce_fx=merge)
 
     def update(self, pictures: Tensor, real: bool) -> None:
+        if real and self.reference is not None:
+            raise ValueError("the reference is statistics: reset the metric before giving it real pictures")
         batch = state_of(self.features_of(pictures))
         name = "real_moments" if real else "fake_moments"
         setattr(self, name, merge_two(getattr(self, name), batch.to(getattr(self, name).dtype)))
 
     def set_reference(self, moments: Moments) -> None:
-        """Take the real side from statistics. Their count may be unknown; then all their directions count."""
+        """Take the real side from statistics, on every process the same ones; their count may be unknown."""
         if len(moments.mean) != self.width:
             raise ValueError(f"statistics of {len(moments.mean)} features where {self.width} are compared")
-        count = moments.count or 2**40  # larger than any width: the rank is not limited
-        state = torch.cat(
-            [
-                torch.full((1, self.width), float(count), dtype=torch.float64),
-                moments.mean.double()[None],
-                moments.covariance.double() * (count - 1),
-            ]
-        )
-        self.real_moments = state.to(self.device)
+        # Beside the states: those of several processes are merged, and copies would count as further pictures.
+        self.reference = Moments(moments.mean.double(), moments.covariance.double(), moments.count)
+        self._computed = None
+
+    def reset(self) -> None:
+        super().reset()
+        if self.reset_real_features:
+            self.reference = None
 
     def moments(self, real: bool) -> Moments:
         """What one side holds on this process."""
+        if real and self.reference is not None:
+            mean, covariance, count = self.reference
+            return Moments(mean.to(self.device), covariance.to(self.device), count)
         state = self.real_moments if real else self.fake_moments
         return moments_of_state(state, "reference" if real else "sample set")
 

@@ -143,7 +143,11 @@ def test_reset_can_keep_the_reference_and_statistics_can_be_it(extractor):
     torch.testing.assert_close(other.compute(), value, rtol=1e-10, atol=0)
     without_count = moments_of(extractor(real)["pool"])._replace(count=None)
     other.set_reference(without_count)
-    torch.testing.assert_close(other.compute(), value, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(other.compute(), frechet_distance(without_count, other.moments(real=False)))
+    with pytest.raises(ValueError, match="the reference is statistics"):
+        other.update(real, real=True)
+    other.reset()
+    other.update(real, real=True)
     kept = PrecisionRecall(extractor, reset_real_features=False)
     kept.update(real, real=True)
     kept.reset()
@@ -187,7 +191,8 @@ TWO_PROCESSES = """
 import sys, torch, torch.distributed as dist
 sys.path.insert(0, {folder!r})
 from test_accumulators import everything, gathered, pictures
-from mhla_diffusion.evaluation.metrics.accumulators import ClipScore
+from mhla_diffusion.evaluation.metrics.accumulators import ClipScore, FrechetDistance
+from mhla_diffusion.evaluation.metrics.moments import moments_of
 from mhla_diffusion.evaluation.metrics.clip_score import cosines, estimate
 from mhla_diffusion.evaluation.networks.extractors import random_network
 rank = int(sys.argv[1])
@@ -203,6 +208,10 @@ for side, is_real in ((real, True), (fake, False)):
         for chunk in part.split(6):
             metrics.update(chunk, real=is_real)
 found = metrics.compute()
+against = FrechetDistance(extractor)  # statistics that each process has count once
+against.set_reference(moments_of(extractor(real)["pool"]))
+against.update(fake[rank::2], real=False)
+against = against.compute()
 draw = torch.Generator().manual_seed(5)
 images, texts = torch.randn(9, 4, generator=draw), torch.randn(9, 4, generator=draw)
 captions = ClipScore()
@@ -215,6 +224,7 @@ if rank == 0:
     whole = gathered(extractor, real, torch.cat([fake[0::2], fake[1::2]]), 50)
     for name in whole:
         torch.testing.assert_close(found[name], whole[name], rtol=1e-9, atol=1e-12, msg=name)
+    torch.testing.assert_close(against, whole["fd"], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(clip.score, estimate(cosines(images, texts)).score, rtol=1e-12, atol=0)
     assert clip.count == 9
     print("equal")
