@@ -125,7 +125,7 @@ def run_file(args: argparse.Namespace) -> int:
                 background=args.background or protocol.samples.background,
             )
             result["grid"] = "grid.png"
-        except ValueError as error:  # the numbers are there, and a grid is no part of them
+        except (ValueError, OSError) as error:  # the numbers are there, and a grid is no part of them
             result["warnings"].append(f"no grid.png: {error}")
     write_result(result, out / "result.json")
     write_markdown(result, out / "result.md")

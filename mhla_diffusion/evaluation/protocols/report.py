@@ -85,12 +85,18 @@ def write_grid(
 
 
 def videos_of(folder: Path, count: int) -> tuple[list, list[str]]:
-    from ...pipelines.generation import middle
-    from ...pipelines.videos import read_video_settings
+    from PIL import Image
 
-    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".mp4")[:count]
-    captions = [(read_video_settings(path) or {}).get("prompt") or path.stem for path in paths]
-    return [middle(path) for path in paths], captions
+    from ...pipelines.videos import read_video
+    from ..vbench.check import VIDEO_SUFFIXES
+
+    suffixes = VIDEO_SUFFIXES - {".gif"}  # which a set of pictures may hold
+    images, captions = [], []
+    for path in sorted(path for path in folder.iterdir() if path.suffix.lower() in suffixes)[:count]:
+        video = read_video(path)
+        images.append(Image.fromarray(video.frames[len(video.frames) // 2]))
+        captions.append((video.settings or {}).get("prompt") or path.stem)
+    return images, captions
 
 
 def pictures_of(source: str, count: int, split: str | None, background: str | None) -> tuple[list, list[str]]:

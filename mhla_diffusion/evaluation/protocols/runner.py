@@ -88,9 +88,12 @@ def named_parts(protocol: Protocol) -> list[tuple[str, Part, Scorer]]:
 def check_inputs(protocol: Protocol, inputs: Inputs) -> None:
     """Raises ValueError for what a scorer needs and was not given, and for what none uses."""
     roles, read = set(), set()
+    lost = lost_parts(protocol, inputs) if inputs.skip_missing else {}
     for name, _, scorer in named_parts(protocol):
         roles |= {*scorer.roles, *scorer.optional}
         read |= {*scorer.needs, *scorer.reads}
+        if name in lost and lost[name].metric is None:
+            continue  # it is left out, whatever is given
         for need in scorer.needs:
             if not getattr(inputs, need):
                 raise ValueError(f"{protocol.protocol}: {name} needs {NEEDS[need]}")
@@ -116,17 +119,23 @@ def missing(protocol: Protocol, weights: dict[str, str]) -> dict[str, list[Lack]
     return {name: list(lacks(part, scorer, weights)) for name, part, scorer in named_parts(protocol)}
 
 
+def lost_parts(protocol: Protocol, inputs: Inputs) -> dict[str, Lack]:
+    """Part -> what it lacks; of several things the one that keeps the whole part from running."""
+    listed = inputs.plan or inputs.prompts  # of the videos that VBench wants
+    weights = {"vbench-prompts": listed, **inputs.weights} if listed else inputs.weights
+    return {
+        name: next((lack for lack in lacking if lack.metric is None), lacking[0])
+        for name, lacking in missing(protocol, weights).items()
+        if lacking
+    }
+
+
 def preflight(protocol: Protocol, inputs: Inputs) -> dict[str, Lack]:
     """Part -> what it lacks, whole or for one metric; raises MissingWeights unless that is to be left out.
 
     And also when nothing would remain.
     """
-    found = {}
-    listed = inputs.plan or inputs.prompts  # of the videos that VBench wants
-    weights = {"vbench-prompts": listed, **inputs.weights} if listed else inputs.weights
-    for name, lacking in missing(protocol, weights).items():
-        if lacking:
-            found[name] = next((lack for lack in lacking if lack.metric is None), lacking[0])
+    found = lost_parts(protocol, inputs)
     if not found:
         return {}
     left = len(protocol.parts) - sum(lack.metric is None for lack in found.values())

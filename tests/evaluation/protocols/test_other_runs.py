@@ -71,6 +71,25 @@ def test_videos_and_the_results_of_vbench(tmp_path, capsys):
     assert "2 of 5 expected videos found" in capsys.readouterr().err
 
 
+def test_a_grid_of_videos_of_any_kind_and_a_broken_one_costs_no_numbers(tmp_path, capsys):
+    frames = np.full((5, 16, 16, 3), 100, dtype=np.uint8)
+    for name in ("a.MP4", "b.mov"):
+        save_video(frames, tmp_path / "video.mp4", fps=8, settings={"prompt": "a whale"}, beside=False)
+        (tmp_path / "samples").mkdir(exist_ok=True)
+        (tmp_path / "video.mp4").rename(tmp_path / "samples" / name)
+    file = protocol(tmp_path, "samples: {kind: videos}\nparts:\n- {scorer: vbench_flicker}\n")
+    assert main([*run_of(tmp_path), file]) == 0 and result(tmp_path)["grid"] == "grid.png"
+    (tmp_path / "samples" / "b.mov").write_bytes(b"no video")
+    checked = protocol(tmp_path, "samples: {kind: videos}\nparts:\n- {scorer: vbench_check}\n", "checked")
+    plan = {"schema_version": 1, "warnings": [], "settings": {}}
+    plan["videos"] = [{"file": "a.MP4", "prompt": "a whale", "seed": 0, "dimensions": ["scene"]}]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    assert main([*run_of(tmp_path), checked, "--plan", str(tmp_path / "plan.json")]) == 0
+    assert (
+        "no grid.png" in capsys.readouterr().err and result(tmp_path)["values"]["videos_found"]["value"] == 1
+    )
+
+
 def test_no_video_of_the_plan_is_there(tmp_path, capsys):
     (tmp_path / "samples").mkdir()
     common = run_of(tmp_path)

@@ -100,6 +100,9 @@ def test_missing_weights_are_named_before_anything_is_computed(folders, capsys):
     assert "mine: clip_score: no weights 'clip'; searched" in message and "add --skip-missing" in message
     assert run(file, folders, "--skip-missing") == 0
     assert "no weights 'clip'" in result(folders)["skipped"]["clip_score"]
+    keyed = protocol(folders, SMOKE + "- {scorer: mjhq30k_clip}\n", "keyed")
+    assert run(keyed, folders) == 2 and "give --prompts" in capsys.readouterr().err
+    assert run(keyed, folders, "--skip-missing") == 0  # what is left out needs no prompts
     alone = protocol(folders, PICTURES + "parts:\n- {scorer: clip_score}\n", "alone")
     line = ["eval", "run", "--protocol", alone, "--samples", str(folders / "samples"), "--skip-missing"]
     assert main(line) == 3  # nothing would remain
