@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from .metrics.moments import Moments, empty_state, merge_two, moments_of_state, 
 from .metrics.neighbours import check_counts, nearest, precision_recall, squared_radii
 from .networks import extractors
 from .networks.extractors import Extractor
+from .networks.preparation import BLACK
 from .picture_sets import PictureSet, compare_read, compare_sets
 from .reference_statistics import Statistics, check_reference
 
@@ -100,9 +102,11 @@ def gather(
             f"{pictures.source} has {len(pictures)} picture: give at least 2 images per side"
         )
     gathered = Gathered(extractor, set(moments), set(features))
-    for batch in pictures.batches(batch_size, workers=workers):
-        gathered.add(extractor(batch))
-        progress(len(batch))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", BLACK)  # of a batch; the set's `doubts` say it of all
+        for batch in pictures.batches(batch_size, workers=workers):
+            gathered.add(extractor(batch))
+            progress(len(batch))
     return gathered
 
 

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+BLACK = "no uint8 value is above 1"
+
 
 def as_uint8(pictures: Tensor) -> Tensor:
     """`(N, 3, H, W)` uint8 of uint8, or of floats in [0, 1], which are rounded.
@@ -24,8 +26,7 @@ def as_uint8(pictures: Tensor) -> Tensor:
     if pictures.dtype == torch.uint8:
         if len(pictures) > 1 and int(pictures.max()) == 1:
             warnings.warn(
-                "no uint8 value is above 1: were these floats in [0, 1], cast instead of multiplied by 255?",
-                stacklevel=2,
+                f"{BLACK}: were these floats in [0, 1], cast instead of multiplied by 255?", stacklevel=2
             )
         return pictures
     if not pictures.is_floating_point():
