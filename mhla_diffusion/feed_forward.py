@@ -1,20 +1,79 @@
-"""SANA's convolutional feed-forward on a stock one's weights, with the same keys: what a GPU computes faster.
+"""The models' feed-forwards on a stock one's weights, with the same keys: what a GPU computes faster without gradients.
 
-Its tokens lie channels last in memory. There a 1 x 1 convolution is a matrix product, and the depthwise convolution
-with the gate behind it one pass (`ops.depthwise`). On a CPU all of it is what the stock module computes, bit for bit.
+In SANA's the tokens lie channels last in memory. There a 1 x 1 convolution is a matrix product, and the depthwise
+convolution with the gate behind it one pass (`ops.depthwise`). In DiT's and Wan's GELU is part of the product before
+it: the hidden channels, four times as many as the model's and more, are written once. On a CPU all of it is what the
+stock module computes, bit for bit.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
 from diffusers.models.transformers.sana_transformer import GLUMBConv
 from diffusers.models.transformers.transformer_sana_video import GLUMBTempConv
 from torch import nn
 
 from .ops.depthwise import gated_depthwise
 
-__all__ = ["GatedConvFeedForward", "GatedTemporalConvFeedForward"]
+__all__ = ["GatedConvFeedForward", "GatedTemporalConvFeedForward", "with_gelu_in_the_product"]
+
+
+class GELULinear(nn.Linear):
+    """A linear layer that may apply GELU (tanh) to its output in the same kernel.
+
+    That is part of this module's own `forward`: hooks that move or cast its weights act there.
+    """
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> GELULinear:
+        """The same layer, on the same parameters."""
+        own = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        own.weight, own.bias = linear.weight, linear.bias
+        return own.train(linear.training)
+
+    def forward(self, x: torch.Tensor, gelu: bool = False) -> torch.Tensor:
+        if not gelu:
+            return super().forward(x)
+        if not self.fuses(x):
+            return F.gelu(super().forward(x), approximate="tanh")
+        # cuBLASLt's GELU is the tanh one; torch's CPU kernel behind the same name takes the other.
+        out = torch._addmm_activation(self.bias, x.flatten(0, -2), self.weight.t(), use_gelu=True)
+        return out.unflatten(0, x.shape[:-1])
+
+    def fuses(self, x: torch.Tensor) -> bool:
+        """Whether one kernel computes it: on CUDA, with plain weights that need no cast, without gradients."""
+        parts = (x, self.weight, self.bias)
+        if not x.is_cuda or x.numel() == 0 or self.bias is None or type(self.weight) is not nn.Parameter:
+            return False
+        if torch.is_grad_enabled() and any([part.requires_grad for part in parts]):
+            return False
+        return all([(part.dtype, part.device) == (x.dtype, x.device) for part in parts])
+
+
+class GELUInTheProduct(GELU):
+    """Diffusers' linear layer and GELU (tanh), as one kernel where that can be."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self.proj, GELULinear):  # an adapter or a quantised layer in its place
+            return super().forward(hidden_states)
+        return self.proj(hidden_states, gelu=True)
+
+
+def with_gelu_in_the_product(stock: FeedForward) -> FeedForward:
+    """A stock feed-forward's modules and parameters (the very ones) with `GELUInTheProduct` in front, or stock itself
+    where it does not begin with GELU by tanh."""
+    first = stock.net[0]
+    if type(first) is not GELU or first.approximate != "tanh" or type(first.proj) is not nn.Linear:
+        return stock
+    own, gelu = FeedForward.__new__(FeedForward), GELUInTheProduct.__new__(GELUInTheProduct)
+    for module in (own, gelu):
+        nn.Module.__init__(module)
+    gelu.proj, gelu.approximate = GELULinear.of(first.proj), first.approximate
+    own.net = nn.ModuleList([gelu, *stock.net[1:]])
+    return own.train(stock.training)
 
 
 class PointwiseConv2d(nn.Conv2d):

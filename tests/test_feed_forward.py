@@ -1,25 +1,34 @@
-"""SANA's feed-forward in our class: the stock one's weights, keys and output."""
+"""The feed-forwards in our classes: the stock ones' weights, keys and output."""
 
 import copy
 
 import pytest
 import torch
+from diffusers.models.attention import FeedForward
 from diffusers.models.transformers.sana_transformer import GLUMBConv
 from diffusers.models.transformers.transformer_sana_video import GLUMBTempConv
 from peft import LoraConfig, inject_adapter_in_model
 
-from mhla_diffusion.feed_forward import GatedConvFeedForward, GatedTemporalConvFeedForward
+from mhla_diffusion.feed_forward import (
+    GatedConvFeedForward,
+    GatedTemporalConvFeedForward,
+    with_gelu_in_the_product,
+)
 
 KINDS = {
     "image": (GLUMBConv, GatedConvFeedForward, (2, 8, 5, 6)),
     "video": (GLUMBTempConv, GatedTemporalConvFeedForward, (2, 3, 5, 6, 8)),
+    "linear": (FeedForward, None, (2, 30, 8)),
 }
+# Tests of convolutions.
+CONVOLUTIONS = pytest.mark.parametrize("kind", ["image", "video"])
 CASES = [
     ("image", {}),
     ("image", {"residual_connection": False}),
     ("image", {"norm_type": "rms_norm", "residual_connection": False}),
     ("video", {}),
     ("video", {"residual_connection": False}),
+    ("linear", {"activation_fn": "gelu-approximate", "inner_dim": 20}),
 ]
 
 
@@ -28,6 +37,8 @@ def pair(kind, options, device="cpu", dtype=torch.float32):
     torch.manual_seed(0)
     stock = stock_class(8, 8, 2.5, **options).to(device, dtype)
     x = torch.randn(shape).to(device, dtype)
+    if kind == "linear":
+        return stock, with_gelu_in_the_product(stock), x
     if kind == "image":  # as tokens become a picture
         x = x.contiguous(memory_format=torch.channels_last)
     return stock, ours_class.of(stock), x
@@ -44,7 +55,7 @@ def test_it_is_the_stock_module_on_the_same_tensors(kind, options):
 
 
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups")
-@pytest.mark.parametrize("kind", KINDS)
+@CONVOLUTIONS
 @pytest.mark.parametrize("target", ["conv_inverted", "conv_depth", "conv_point"])
 def test_an_adapter_on_a_convolution_acts_as_on_the_stock_one(kind, target):
     stock, ours, x = pair(kind, {})
@@ -56,6 +67,22 @@ def test_an_adapter_on_a_convolution_acts_as_on_the_stock_one(kind, target):
         )
         outputs.append(adapted(x))
     assert torch.equal(*outputs) and not torch.equal(outputs[0], stock(x))
+
+
+def test_an_adapter_before_gelu_acts_as_on_the_stock_one():
+    stock, ours, x = pair("linear", {"activation_fn": "gelu-approximate"})
+    outputs = []
+    for part in (copy.deepcopy(stock), copy.deepcopy(ours)):
+        torch.manual_seed(1)
+        config = LoraConfig(r=4, target_modules=["net.0.proj"], init_lora_weights=False)
+        outputs.append(inject_adapter_in_model(config, part)(x))
+    assert torch.equal(*outputs) and not torch.equal(outputs[0], stock(x))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "geglu", "linear-silu"])
+def test_other_activations_keep_the_stock_module(activation):
+    stock = FeedForward(8, activation_fn=activation)
+    assert with_gelu_in_the_product(stock) is stock
 
 
 @pytest.mark.gpu

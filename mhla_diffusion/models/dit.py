@@ -17,6 +17,7 @@ from diffusers.utils import apply_lora_scale
 from torch import nn
 
 from ..attention import GridSelfAttention, MHLADiTAttention, SoftmaxDiTAttention
+from ..feed_forward import with_gelu_in_the_product
 from .layers import known_to_caches
 from .mixin import MHLAModelMixin
 from .options import check_choice
@@ -40,6 +41,9 @@ class MHLADiTTransformerBlock(nn.Module):
         self.attn1: Attention = stock.attn1 if attn1 is None else attn1.adopt(stock.attn1)
         self.norm3 = stock.norm3
         self.ff = stock.ff
+
+    def speed_up_feed_forward(self) -> None:
+        self.ff = with_gelu_in_the_product(self.ff)
 
     def forward(
         self,

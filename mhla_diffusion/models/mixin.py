@@ -45,7 +45,8 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
         """Put the layers that the config asks for around the modules of the stock ones.
 
         Args:
-            layer_class: called with a stock layer and an attention, None where the stock one stays.
+            layer_class: called with a stock layer and an attention, None where the stock one stays; its
+                `speed_up_feed_forward()` puts one of `feed_forward.py` in the place of the stock one.
             mhla_class, softmax_class: the attention of the listed layers, and of the others if they want softmax.
             common: arguments of both attentions. mhla_only: further ones of `mhla_class`.
         """
@@ -60,6 +61,10 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
                 elif config.mhla_other_layers == "softmax":
                     attention = softmax_class(**common)
                 layers[index] = layer_class(stock, attention)
+        # Without MHLA the model stays the stock one to the bit, on a GPU as well.
+        if chosen is None or len(chosen) > 0 or config.mhla_other_layers == "softmax":
+            for layer in layers:
+                layer.speed_up_feed_forward()
 
     def set_mhla_backend(self, backend: str) -> None:
         """Choose the operator's backend (see `mhla_attention`) in every MHLA layer; ValueError on another name."""

@@ -33,8 +33,11 @@ class MHLASanaVideoTransformerBlock(SanaVideoTransformerBlock):
         self.attn1 = stock.attn1 if attn1 is None else attn1.adopt(stock.attn1)
         self.norm2 = stock.norm2
         self.attn2 = stock.attn2
-        self.ff = stock.ff if attn1 is None else GatedTemporalConvFeedForward.of(stock.ff)
+        self.ff = stock.ff
         self.scale_shift_table = stock.scale_shift_table
+
+    def speed_up_feed_forward(self) -> None:
+        self.ff = GatedTemporalConvFeedForward.of(self.ff)
 
     def forward(
         self,

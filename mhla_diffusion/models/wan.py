@@ -10,6 +10,7 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed, Wan
 from torch import nn
 
 from ..attention import GridSelfAttention
+from ..feed_forward import with_gelu_in_the_product
 from ..mixing import handed_out
 from ..wan_attention import MHLAWanAttention, SoftmaxWanAttention, WanPositions
 from .layers import known_to_caches
@@ -100,6 +101,9 @@ class MHLAWanTransformerBlock(WanTransformerBlock):
         self.ffn = stock.ffn
         self.norm3 = stock.norm3
         self.scale_shift_table = stock.scale_shift_table
+
+    def speed_up_feed_forward(self) -> None:
+        self.ffn = with_gelu_in_the_product(self.ffn)
 
     def forward(
         self,
