@@ -239,12 +239,11 @@ def run_stats(args: argparse.Namespace) -> int:
     about = {"features": extractor.about, "pictures": pictures.about(), "environment": environment(extractor)}
     moments = {tap: found.moments(tap, "set") for tap in sorted(taps)}
     write_statistics(out, moments, about)
-    width = max(extractor.taps.values())
+    notes, width = pictures.doubts(), max(extractor.taps.values())
     if found.count <= width:
-        print(
-            f"mhla: {found.count} pictures for {width} features: too few for a full covariance",
-            file=sys.stderr,
-        )
+        notes.append(f"{found.count} pictures for {width} features: too few for a full covariance")
+    for note in notes:
+        print(f"mhla: {note}", file=sys.stderr)
     print(f"{out} written ({found.count} pictures, {', '.join(moments)})")
     return 0
 

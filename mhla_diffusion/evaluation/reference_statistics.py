@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def read_statistics(path: str | Path) -> Statistics:
     """Statistics of an .npz. Nothing pickled is read.
 
     Raises ValueError, naming the file and the array, when an array is missing, of the wrong shape, not finite, or not
-    symmetric.
+    symmetric, or when what the file says about itself is nothing that `write_statistics` wrote.
     """
     path = Path(path).expanduser()
     if not holds_statistics(path):
@@ -84,8 +85,20 @@ def read_statistics(path: str | Path) -> Statistics:
             }
             count = int(file["count"]) if "count" in file.files else None
             about = json.loads(str(file["about"])) if "about" in file.files else None
-    except (ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} cannot be read ({error}): make or copy it again") from None
+        if about is not None and not {"network", "protocol"} <= about["features"].keys():
+            raise ValueError("about names no network and no protocol")
+        if count is not None and count < 2:
+            raise ValueError(f"count is {count}")
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        raise ValueError(f"{path} cannot be read ({error!r}): make or copy it again") from None
     moments = {}
     for mean in names:
         ending = mean[2:]

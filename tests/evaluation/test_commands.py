@@ -195,6 +195,9 @@ def test_pictures_that_are_all_black_are_doubted(folders, capsys):
         warnings.simplefilter("error")  # it is said once, with the set's name
         assert main(line) == 0
     assert "every picture is black, as of floats" in capsys.readouterr().err
+    cast = [str(folders / "cast.npz"), str(folders / "cast_statistics.npz")]
+    assert main(["eval", "stats", *cast, "--protocol", "smoke"]) == 0
+    assert "every picture is black, as of floats" in capsys.readouterr().err
     found = json.loads((folders / "a.json").read_text())["warnings"]
     assert len([note for note in found if "cast.npz is above 1" in note]) == 1
 

@@ -83,6 +83,9 @@ def test_broken_files_are_named(tmp_path, moments):
         ("nan", {"mu": mu * np.nan, "sigma": sigma}, "not finite"),
         ("skewed", {"mu": mu, "sigma": skewed}, "not symmetric"),
         ("half", {"mu": mu, "sigma": sigma, "mu_s": mu}, "mu_s without sigma_s"),
+        ("about", {"mu": mu, "sigma": sigma, "about": np.array('"mine"')}, "cannot be read"),
+        ("features", {"mu": mu, "sigma": sigma, "about": np.array('{"features": {}}')}, "names no network"),
+        ("count", {"mu": mu, "sigma": sigma, "count": 1}, "count is 1"),
         ("pickled", {"mu": np.array([{}], object), "sigma": sigma}, "cannot be read"),
     ):
         np.savez(tmp_path / f"{name}.npz", **arrays)
