@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .faults import ReferenceMismatch
 
+HASH = "protocol's hash"
 FRECHET = ("fd", "sfd")  # biased by an amount that the count decides
 
 
@@ -30,9 +31,7 @@ def read_result(path: Path) -> dict:
 
 def basis(result: dict) -> dict:
     """What must be the same for two values to compare: protocol, network, resize, the reference, of every part."""
-    found = {"protocol": result["protocol"], "protocol's hash": result.get("protocol_sha256")} | features_of(
-        result
-    )
+    found = {"protocol": result["protocol"], HASH: result.get("protocol_sha256")} | features_of(result)
     for name, part in result.get("parts", {}).items():
         if part["status"] == "ok":
             found |= {f"{key} of {name}": value for key, value in features_of(part).items()}
@@ -72,6 +71,11 @@ def check_comparable(results: list[dict]) -> list[str]:
     for result in results[1:]:
         other = basis(result)
         for key in (key for key in first if key in other):  # a part that only one result has is an empty cell
+            if first[key] != other[key] and None in (first[key], other[key]) and key == HASH:
+                raise ReferenceMismatch(
+                    f"{results[0]['file']} and {result['file']} do not compare: only one is of a protocol's file, the "
+                    f"other of mhla eval run {other['protocol']} without one"
+                )
             if first[key] != other[key]:
                 raise ReferenceMismatch(
                     f"{results[0]['file']} and {result['file']} do not compare: {key} {first[key]} and {other[key]}"

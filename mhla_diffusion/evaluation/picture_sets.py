@@ -261,7 +261,10 @@ class Tar(PictureSet):
                         records[str(name.with_suffix(""))] = json.loads(archive.extractfile(member).read())
         except (tarfile.TarError, ValueError) as error:
             raise ValueError(f"{path} is no readable tar ({error}): copy it again, unpacked") from None
-        splits = sorted({str(record.get("split")) for record in records.values() if isinstance(record, dict)})
+        records = {key: record for key, record in records.items() if isinstance(record, dict)}
+        splits = sorted(
+            {record["split"] for record in records.values() if isinstance(record.get("split"), str)}
+        )
         if split is not None and split not in splits:
             raise ValueError(f"{path} has no split {split!r}: it has {', '.join(splits) or 'none'}")
         keys = [

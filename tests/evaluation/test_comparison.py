@@ -32,6 +32,14 @@ def test_results_of_one_protocol_make_a_table(tmp_path, capsys):
     assert out[-1] == "fd is of 9, 8 samples: a Fréchet distance depends on the count"
 
 
+def test_a_protocols_file_is_told_from_the_scorer_of_its_name(tmp_path, capsys):
+    files = [result(tmp_path / f"{name}.json", 1, protocol="smoke") for name in "ab"]
+    content = json.loads(open(files[0]).read()) | {"protocol_sha256": "1" * 64}
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    assert main(["eval", "compare", *files]) == 2
+    assert "the other of mhla eval run smoke without one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "content",
     [

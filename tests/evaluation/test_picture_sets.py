@@ -86,7 +86,12 @@ def test_a_tar_has_splits_and_transparency_needs_a_background(tmp_path):
         whole(open_pictures(path))
     on_white = whole(open_pictures(path, split="train", background="white"))
     assert on_white[:, :, 0, 0].tolist() == [[255, 127, 127], [0, 255, 0]]
-    with pytest.raises(ValueError, match="no split 'test': it has train, val"):
+    with tarfile.open(path, "a") as archive:
+        for name, data in (("manifest.json", b"{}"), ("000.list.json", b"[1]")):
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    with pytest.raises(ValueError, match="no split 'test': it has train, val$"):
         open_pictures(path, split="test")
     with pytest.raises(ValueError, match="'whitish' is no colour"):
         open_pictures(path, background="whitish")
