@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -46,6 +47,7 @@ class AdapterMixin:
                 "the transformer's weights are offloaded to the disk: load the adapter, and then enable_group_offload()"
             )
         if not isinstance(source, dict):
+            check_source(source)
             names = (
                 "cache_dir",
                 "force_download",
@@ -106,12 +108,16 @@ class AdapterMixin:
                 lost.append(key)
             elif name in places:
                 own[name] = tensor
+                if not tensor.isfinite().all():
+                    lost.append(f"{key}: it holds infinite values or NaN")
                 if tensor.shape != places[name].shape:
                     lost.append(f"{key} of shape {tuple(tensor.shape)} for {tuple(places[name].shape)}")
             else:
                 pairs[key] = tensor
                 if not pair_fits(name, tensor, modules):
                     lost.append(key)
+                elif not tensor.isfinite().all():
+                    lost.append(f"{key}: it holds infinite values or NaN")
                 elif not has_partner(key, source):
                     lost.append(f"{key}: its other half is missing or of another rank")
         if lost or not source:
@@ -135,31 +141,53 @@ class AdapterMixin:
 
     def unload_lora(self, *args, **kwargs) -> None:
         """Take adapters away; new weights go back to what they were, unless fused before."""
+        fused = self._still_fused()
         super().unload_lora(*args, **kwargs)
-        self._give_back_new_weights()
+        self._give_back_new_weights(fused)
 
     def delete_adapters(self, adapter_names: list[str] | str) -> None:
         """As in Diffusers; the new weights that one of the adapters brought go back to what they were."""
+        fused = self._still_fused()
         super().delete_adapters(adapter_names)
         if self._bringing_adapter in ([adapter_names] if isinstance(adapter_names, str) else adapter_names):
-            self._give_back_new_weights()
+            self._give_back_new_weights(fused)
+
+    def _still_fused(self) -> bool:
+        """Whether what brought new weights is fused; pipelines unfuse the pairs without asking the model."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers = [module for module in self.modules() if isinstance(module, BaseTunerLayer)]
+        return self._adapter_is_fused and (not layers or any(layer.merged for layer in layers))
 
     @torch.no_grad()
-    def _give_back_new_weights(self) -> None:
-        if self._before_adapter is not None and not self._adapter_is_fused:
+    def _give_back_new_weights(self, fused: bool) -> None:
+        if self._before_adapter is not None and not fused:
             places = new_weights(self)
             for name, tensor in self._before_adapter.items():
                 places[name].copy_(tensor)
         self._before_adapter, self._bringing_adapter, self._adapter_is_fused = None, None, False
 
-    def fuse_lora(self, *args, **kwargs) -> None:
-        """Merge LoRA pairs into the weights; new weights of an adapter stay for good."""
-        super().fuse_lora(*args, **kwargs)
-        self._adapter_is_fused = True
+    def fuse_lora(
+        self, lora_scale: float = 1.0, safe_fusing: bool = False, adapter_names: list[str] | None = None
+    ) -> None:
+        """Merge LoRA pairs into the weights; new weights of an adapter among those merged stay for good."""
+        super().fuse_lora(lora_scale, safe_fusing, adapter_names)
+        if adapter_names is None or self._bringing_adapter in adapter_names:
+            self._adapter_is_fused = True
 
     def unfuse_lora(self, *args, **kwargs) -> None:
         super().unfuse_lora(*args, **kwargs)
         self._adapter_is_fused = False
+
+
+def check_source(source) -> None:
+    """Raise ValueError unless `source` is a file or folder that is there, or can be a name on the Hub."""
+    if not isinstance(source, (str, os.PathLike)):
+        raise ValueError(f"an adapter is a file, a folder or tensors by name, got a {type(source).__name__}")
+    if not Path(source).exists() and not re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
+        raise ValueError(
+            f"there is no adapter {source}: give the file or folder of one, or a name on the Hub"
+        )
 
 
 def stored_on_disk(model: nn.Module) -> bool:
@@ -219,12 +247,15 @@ def save_adapter(target, folder: str | os.PathLike, *, adapter_name: str = "defa
         adapter_name: which adapter. New weights go along when they train (`requires_grad`), when they are PEFT's
             `modules_to_save`, or when an adapter brought them.
 
-    Returns the file's path. Raises ValueError when there is nothing to save.
+    Returns the file's path. Raises ValueError when there is nothing to save, or no adapter of that name among others.
     """
     from peft.utils import get_peft_model_state_dict
 
     model = transformer_of(target)
-    config = getattr(model, "peft_config", {}).get(adapter_name)
+    configs = getattr(model, "peft_config", {})
+    if configs and adapter_name not in configs:
+        raise ValueError(f"adapter_name={adapter_name!r}: the model has {', '.join(map(repr, configs))}")
+    config = configs.get(adapter_name)
     state = get_peft_model_state_dict(model, adapter_name=adapter_name) if config is not None else {}
     brought = model._before_adapter or {}
     for name, weight in new_weights(model).items():

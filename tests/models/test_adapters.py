@@ -239,6 +239,8 @@ def pair(rows: int = 0, columns: int = 0) -> dict[str, torch.Tensor]:
             r"1 of its 1 weights have no place .transformer.*lora_A.weight: its other half",
         ),
         (lambda: pair(columns=2), r"1 of its 1 weights have no place .transformer.*lora_B.weight"),
+        (lambda: {f"transformer.{MIXINGS[0]}": torch.eye(4) / 0}, "holds infinite values or NaN"),
+        (lambda: {name: x * torch.inf for name, x in pair(2, 2).items()}, "holds infinite values or NaN"),
         (dict, "it is empty"),
     ],
 )
@@ -250,6 +252,47 @@ def test_an_adapter_that_does_not_fit_is_refused_whole(make, message):
     assert "\n" not in str(caught.value)
     assert weights_of(model).keys() == before.keys()
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
+
+
+@pytest.mark.parametrize("pipeline_unfuses", [True, False])
+def test_an_adapter_that_is_unfused_again_is_taken_away(tmp_path, pipeline_unfuses):
+    save_adapter(trained(), tmp_path / "one")
+    save_adapter(trained(1, mixing=False), tmp_path / "pairs")
+    pipe = SanaPipeline(**components(base()))
+    before = run(pipe.transformer)
+    for fused in (["style"], ["pairs"], None):
+        load_adapter(pipe, tmp_path / "one", adapter_name="style")
+        load_adapter(pipe, tmp_path / "pairs", adapter_name="pairs")
+        pipe.fuse_lora(adapter_names=fused)
+        (pipe if pipeline_unfuses else pipe.transformer).unfuse_lora()
+        pipe.unload_lora_weights()
+        assert relative(run(pipe.transformer), before) < 1e-5
+
+
+def test_pairs_alone_fused_leave_the_mixing_of_another_adapter_where_it_was(tmp_path):
+    save_adapter(trained(), tmp_path / "one")
+    save_adapter(trained(1, mixing=False), tmp_path / "pairs")
+    model = base()
+    load_adapter(model, tmp_path / "one", adapter_name="style")
+    load_adapter(model, tmp_path / "pairs", adapter_name="pairs")
+    model.fuse_lora(adapter_names=["pairs"])
+    model.unload_lora()
+    assert all(torch.equal(weights_of(model)[name], base().state_dict()[name]) for name in MIXINGS)
+
+
+def test_an_adapter_that_is_not_there_is_named(tmp_path):
+    for source, message in ((tmp_path / "none", "there is no adapter .*none"), (5, "got a int")):
+        with pytest.raises(ValueError, match=message) as caught:
+            load_adapter(base(), source)
+        assert "\n" not in str(caught.value)
+
+
+def test_an_adapter_of_another_name_is_not_saved_without_its_pairs(tmp_path):
+    save_adapter(trained(), tmp_path / "one")
+    model = base()
+    load_adapter(model, tmp_path / "one", adapter_name="style")
+    with pytest.raises(ValueError, match="adapter_name='default': the model has 'style'"):
+        save_adapter(model, tmp_path / "two")
 
 
 @pytest.mark.parametrize("mixing", [False, True])
