@@ -6,7 +6,7 @@ Not GenEval's own detector, which is Mask2Former of mmdetection 2 with other pre
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 import torch
@@ -87,8 +87,8 @@ class Detector:
             )
 
     @torch.no_grad()
-    def __call__(self, picture: Tensor) -> list[Detection]:
-        """Detections in a uint8 picture `(3, H, W)`."""
+    def __call__(self, picture: Tensor, coloured: Container[str] | None = None) -> list[Detection]:
+        """Detections in a uint8 picture `(3, H, W)`; `coloured`: classes whose colour is wanted, None: all."""
         image = Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
         inputs = self.processor(images=image, return_tensors="pt").to(self.device)
         with full_precision(self.device):
@@ -108,7 +108,8 @@ class Detector:
             name = self.labels[int(segment["label_id"])]
             rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
             box = (int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1)
-            color = self.colour_of(image, mask, box, name) if self.clip else None
+            wanted = self.clip and (coloured is None or name in coloured)
+            color = self.colour_of(image, mask, box, name) if wanted else None
             detections.append(Detection(name, float(segment["score"]), tuple(map(float, box)), color))
         return sorted(detections, key=lambda each: -each.score)
 
@@ -131,12 +132,17 @@ def colour_words(clip: ImageTextModel, name: str) -> Tensor:
 
 
 def detect(
-    pictures, names: Sequence[str], detector: Callable[[Tensor], list[Detection]], progress, workers: int = 0
+    pictures,
+    names: Sequence[str],
+    coloured: Sequence[Container[str]],
+    detector: Callable[[Tensor, Container[str]], list[Detection]],
+    progress,
+    workers: int = 0,
 ):
-    """Yields (name, detections) of every picture of a set, names in its order."""
+    """Yields (name, detections) of every picture of a set, names and classes to name colours of in its order."""
     done = 0
     for batch in pictures.batches(1, workers=workers):
         for picture in batch:
-            yield names[done], detector(picture)
+            yield names[done], detector(picture, coloured[done])
             done += 1
             progress(1)

@@ -118,12 +118,14 @@ def by_geneval(
     names = [file.relative_to(pictures.root).as_posix() for file in pictures.files]
     carried = [(read_settings(file) or {}).get("prompt") for file in pictures.files]
     by_prompt = {record.prompt: index for index, record in enumerate(records)}
-    for name, prompt in zip(names, carried, strict=True):
-        record_of(name, prompt, records, by_prompt)
+    own = [
+        records[record_of(name, text, records, by_prompt)] for name, text in zip(names, carried, strict=True)
+    ]
+    coloured = [{each["class"] for each in record.include if "color" in each} for record in own]
     asked = [each for record in records for each in (*record.include, *record.exclude)]
     detector = Detector(weights, colours=any("color" in each for each in asked), device=device)
     detector.check_classes([each["class"] for each in asked])
-    seen = dict(detect(pictures, names, detector, progress, workers))
+    seen = dict(detect(pictures, names, coloured, detector, progress, workers))
     found = [Found(name, seen[name], prompt) for name, prompt in zip(names, carried, strict=True)]
     if out is not None:
         write_detections(out, found, detector.about)

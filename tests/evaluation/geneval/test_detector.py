@@ -61,6 +61,8 @@ def test_detections_have_boxes_of_their_masks_and_colours(place):
         left, top, right, bottom = each.box
         assert 0 <= left < right <= 50 and 0 <= top < bottom <= 40
         assert each.name in ("cup", "dog", "computer mouse") and each.color in COLOURS
+    for each in detector(torch.randint(0, 256, (3, 40, 50), dtype=torch.uint8), {"cup"}):
+        assert (each.color is None) == (each.name != "cup")
     with pytest.raises(ValueError, match="has no class 'hat'"):
         detector.check_classes(["cup", "hat"])
     assert detector.about["official"] is False and detector.about["colours"]["activation"] == "QuickGELU"
