@@ -1,7 +1,7 @@
 """What each of our transformers adds to its stock class: other attention in chosen layers, and how weights travel."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import wraps
@@ -89,22 +89,24 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
     def fuse_qkv_projections(self) -> None:
         """Compute queries, keys and values of each self-attention of ours by one product.
 
-        The products are of copies of the weights, which later changes do not reach: fuse LoRAs before. Saving writes
-        the original weights.
+        The original weights become views of the products' ones: the same memory, and what changes the values of one
+        in place changes the other. A LoRA that is added later is not part of the products: fuse it before. Saving
+        writes the original weights. Fuse on the device that the model runs on: moving it parts them, into two copies.
         """
         ours = [module for module in self.modules() if isinstance(module, GridSelfAttention)]
         parts = [part for module in ours for part in (module.to_q, module.to_k, module.to_v)]
         # Quantised layers are subclasses of the plain one, or keep their weights as another kind of tensor.
         if any(type(part) is not nn.Linear or type(part.weight) is not nn.Parameter for part in parts):
             raise ValueError(
-                "fuse_qkv_projections() copies plain linear layers: fuse_lora() and unload_lora() first, and quantise "
+                "fuse_qkv_projections() joins plain linear layers: fuse_lora() and unload_lora() first, and quantise "
                 "afterwards"
             )
         for module in ours:
             module.fuse_projections(fuse=True)
+            share_memory(module.to_qkv, (module.to_q, module.to_k, module.to_v))
 
     def unfuse_qkv_projections(self) -> None:
-        """Back to three products, and without the copies."""
+        """Back to three products."""
         for module in self.modules():
             if isinstance(module, GridSelfAttention) and module.fused_projections:
                 module.fused_projections = False
@@ -254,8 +256,19 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
         return loaded
 
 
+def share_memory(joined: nn.Linear, parts: Sequence[nn.Linear]) -> None:
+    """Weights and biases of the parts become views of those of the layer that joins their outputs."""
+    sizes = [part.out_features for part in parts]
+    for name in ("weight", "bias"):
+        if getattr(joined, name) is None:
+            continue
+        views = getattr(joined, name).data.split(sizes)
+        for part, view in zip(parts, views, strict=True):
+            getattr(part, name).data = view
+
+
 def drop_fused_copies(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """State-dict hook: what `fuse_qkv_projections` copied stands there under the original keys as well."""
+    """State-dict hook: what `fuse_qkv_projections` joined stands there under the original keys as well."""
     for key in [key for key in state_dict if ".to_qkv." in key]:
         del state_dict[key]
 
@@ -266,7 +279,7 @@ def clone_shared_tensors(module: nn.Module, state_dict: dict, prefix: str, local
     for key, tensor in state_dict.items():
         if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
             continue
-        memory = (tensor.device, tensor.data_ptr(), tensor.shape)
+        memory = (tensor.device, tensor.untyped_storage().data_ptr())
         if memory in seen:
             state_dict[key] = tensor.clone()
         seen.add(memory)

@@ -53,7 +53,7 @@ def test_only_plain_projections_are_fused():
 
     ours = model()
     ours.transformer_blocks[1].attn1.to_k = Quantised(16, 16)
-    with pytest.raises(ValueError, match="copies plain linear layers"):
+    with pytest.raises(ValueError, match="joins plain linear layers"):
         ours.fuse_qkv_projections()
     assert not any(layer.attn1.fused_projections for layer in ours.transformer_blocks)
 

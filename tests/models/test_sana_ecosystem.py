@@ -123,6 +123,10 @@ def test_fused_projections_give_the_same_and_are_not_saved(options, tmp_path):
     used = []
     ours.transformer_blocks[0].attn1.to_qkv.register_forward_hook(lambda *_: used.append(1))
     assert relative(run(ours), expected) < 1e-6 and used
+    attn = ours.transformer_blocks[0].attn1
+    assert {
+        part.weight.untyped_storage().data_ptr() for part in (attn.to_q, attn.to_k, attn.to_v, attn.to_qkv)
+    } == {attn.to_qkv.weight.data_ptr()}
     ours.save_pretrained(tmp_path)
     again = MHLASanaTransformer2DModel.from_pretrained(tmp_path)
     assert again.state_dict().keys() == keys and relative(run(again), expected) < 1e-6
