@@ -1,11 +1,18 @@
 """Text to image with SANA-MHLA: the stock pipeline, with its defaults kept in the saved pipeline."""
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
-from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
+from diffusers import (
+    AutoencoderDC,
+    DiffusionPipeline,
+    DPMSolverMultistepScheduler,
+    SanaPipeline,
+    SanaTransformer2DModel,
+)
 from diffusers.pipelines.sana.pipeline_output import SanaPipelineOutput
 from transformers import Gemma2PreTrainedModel, GemmaTokenizer, GemmaTokenizerFast
 
@@ -80,6 +87,22 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
             complex_human_instruction=complex_human_instruction,
             use_resolution_binning=use_resolution_binning,
         )
+
+    @classmethod
+    def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs):
+        """As in Diffusers; from a stock pipeline with what its calls do by default, so it draws the same pictures."""
+        if not isinstance(pipeline, MHLASanaPipeline):
+            stock = inspect.signature(pipeline.__call__).parameters
+            defaults = {
+                name: stock[name].default
+                for name in ("complex_human_instruction", "use_resolution_binning")
+                if name in stock
+            }
+            model = kwargs.get("transformer", getattr(pipeline, "transformer", None))
+            if model is None or model.config.sample_size not in BINNED_SAMPLE_SIZES:
+                defaults["use_resolution_binning"] = False  # there is no list of resolutions for it
+            kwargs = defaults | kwargs
+        return super().from_pipe(pipeline, **kwargs)
 
     @property
     def size_multiple(self) -> int:

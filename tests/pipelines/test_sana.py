@@ -95,6 +95,15 @@ def test_it_is_made_from_a_stock_pipeline_with_either_transformer():
         stock = stock_pipeline(transformer)
         ours = MHLASanaPipeline.from_pipe(stock, default_steps=2)
         assert ours.transformer is transformer and ours.vae is stock.vae and ours.config.default_steps == 2
+        # What the stock pipeline puts before a prompt by default, ours made from it does too.
+        arguments = {"height": 32, "width": 32, "num_inference_steps": 2}
+        expected = draw(stock, **arguments, use_resolution_binning=False)
+        assert torch.equal(draw(ours, **arguments), expected)
+        assert not torch.equal(draw(ours, **arguments, complex_human_instruction=""), expected)
+    assert MHLASanaPipeline.from_pipe(ours, default_steps=3).config.complex_human_instruction
+    stock = stock_pipeline(stock_transformer(sample_size=16))
+    assert MHLASanaPipeline.from_pipe(stock).config.use_resolution_binning
+    assert not MHLASanaPipeline.from_pipe(stock, use_resolution_binning=False).config.use_resolution_binning
 
 
 def test_item_i_of_a_batch_equals_its_single_run(pipe):
