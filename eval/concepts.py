@@ -129,7 +129,7 @@ def main() -> int:
         result = evaluate(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return getattr(error, "exit_status", 2)
     text = json.dumps(result, indent=1) + "\n"
     write_atomically(Path(args.out) / "result.json", lambda file: file.write(text.encode()))
     print(f"{'':8}{'pictures':>9}{'top 5':>8}{'real':>8}   chance {result['chance']['top_5']:.2%}")

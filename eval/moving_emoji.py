@@ -25,7 +25,7 @@ from mhla_diffusion.evaluation.moving.prompted import LIST, Prompt, read_prompts
 from mhla_diffusion.evaluation.moving.scores import ScoredClip, score_clip
 from mhla_diffusion.pipelines.painter import choose_device, choose_dtype
 from mhla_diffusion.pipelines.pictures import write_atomically
-from mhla_diffusion.pipelines.requests import Request
+from mhla_diffusion.pipelines.requests import Request, makes_videos
 from mhla_diffusion.pipelines.video_painter import video_painter
 from mhla_diffusion.pipelines.videos import as_frames, read_video, save_video
 from mhla_diffusion.provenance import versions
@@ -98,6 +98,8 @@ def drawn(args: argparse.Namespace, listed: dict[str, Prompt], facts: dict) -> I
     Clip i of seed s starts from noise seeded 1000 s + i. Nothing is written but with --keep, so no encoder is needed.
     """
     folder = find_pipeline(args.pipeline)
+    if not makes_videos(folder):
+        raise ValueError(f"{folder} draws pictures, no videos: give the pipeline of a Wan or SANA-Video")
     device = choose_device(args.device)
     sha256, dtype = fingerprint(folder), choose_dtype("auto", device)
     painter = video_painter(folder)(folder, sha256, device, dtype)
@@ -134,6 +136,8 @@ def evaluate(args: argparse.Namespace, listed: dict[str, Prompt]) -> dict:
     if args.pipeline:
         clips = list(drawn(args, listed, facts))
     else:
+        if not Path(args.score).is_dir():
+            raise ValueError(f"there is no folder {args.score}: give the one with the clips")
         facts["clips_of"] = Path(args.score).name
         clips = list(scored(Path(args.score), listed))
     if not clips:
@@ -191,7 +195,7 @@ def main() -> int:
         result = evaluate(args, listed)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return getattr(error, "exit_status", 2)
     name = Path(args.score or args.pipeline).name
     for split, found in result["scores"].items():
         print(table({name: result["scores"]}, split))

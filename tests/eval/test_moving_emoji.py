@@ -90,5 +90,10 @@ def test_faults_are_one_line(call, short_list, tmp_path, capsys):
     assert call("--prompts", tmp_path / "none.jsonl", "--score", tmp_path) == 2
     assert call("--prompts", short_list, "--score", tmp_path) == 2
     assert "none of the clips has a prompt of the list" in capsys.readouterr().err
+    assert call("--prompts", short_list, "--score", tmp_path / "none") == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert call("--prompts", short_list, "--pipeline", ROOT / "pipelines" / "sana-mhla-emoji") == 2
+    assert "draws pictures, no videos" in capsys.readouterr().err
+    assert call("--prompts", short_list, "--pipeline", "none") == 3
     assert call("--pipeline", "none", "--seeds", "0,a") == 2
     assert "--seeds 0,a: give whole numbers joined by commas" in capsys.readouterr().err
