@@ -94,6 +94,6 @@ def test_faults_are_one_line(call, short_list, tmp_path, capsys):
     assert "there is no folder" in capsys.readouterr().err
     assert call("--prompts", short_list, "--pipeline", ROOT / "pipelines" / "sana-mhla-emoji") == 2
     assert "draws pictures, no videos" in capsys.readouterr().err
-    assert call("--prompts", short_list, "--pipeline", "none") == 3
+    assert call("--prompts", short_list, "--pipeline", "none") == 2
     assert call("--pipeline", "none", "--seeds", "0,a") == 2
     assert "--seeds 0,a: give whole numbers joined by commas" in capsys.readouterr().err
