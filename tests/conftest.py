@@ -1,12 +1,14 @@
 """Settings every test shares, made before anything imports torch, Triton or a Hugging Face library."""
 
 import os
+import sys
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a test that reaches for the network fails at once instead of waiting
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # forked workers would print a warning each
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the suite runs in parallel processes, one per core
 
+import pytest
 import torch
 
 HAS_CUDA = torch.cuda.is_available()
@@ -20,6 +22,16 @@ from hypothesis import settings
 # A deadline would make a busy machine fail a right property; the derandomised search makes a failure repeat.
 settings.register_profile("default", deadline=None, max_examples=20, derandomize=True)
 settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def attention_backend_of_the_process():
+    """`set_attention_backend` of one model also changes what Diffusers takes for every other: put back after a test."""
+    module = sys.modules.get("diffusers.models.attention_dispatch")
+    before = None if module is None else module._AttentionBackendRegistry.get_active_backend()[0]
+    yield
+    if module is not None:
+        module._AttentionBackendRegistry.set_active_backend(before)
 
 
 def pytest_collection_modifyitems(config, items):
