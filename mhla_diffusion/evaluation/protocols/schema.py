@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import yaml
 
-SampleKind = Literal["pictures", "videos", "vbench_results", "detections", "pipeline"]
+SampleKind = Literal["pictures", "videos", "detections", "pipeline"]
 ReferenceKind = Literal["pictures", "statistics", "either", "none"]
 
 
@@ -126,6 +126,9 @@ def build(document: Mapping[str, Any], file: str) -> Protocol:
     found = converted(Protocol, document, file, "")
     if not found.parts:
         raise Unreadable(f"{file}: parts is empty: name at least one scorer")
+    for index, part in enumerate(found.parts):
+        if part.metrics == ():
+            raise Unreadable(f"{file}: parts[{index}].metrics is empty: name some, or leave it out for all")
     if found.samples.count is not None and found.samples.count < found.samples.least:
         raise Unreadable(
             f"{file}: samples.count {found.samples.count} is below samples.least {found.samples.least}: raise it"

@@ -63,6 +63,7 @@ def test_what_is_included_is_overridden_field_by_field(tmp_path, monkeypatch):
         ("version: 1.0", "", "version is missing"),
         ("scorer: smoke, ", "", "parts[0].scorer is missing"),
         ("  - {scorer: smoke, metrics: [fd, kid]}", "  []", "parts is empty"),
+        ("[fd, kid]", "[]", "parts[0].metrics is empty: name some, or leave it out"),
         ("{fd: 2}", "{fd: good}", "published[0].values.fd is 'good': give a number"),
         ("{fd: 2}", "{fd: .nan}", "give a number"),
         ("summary: what it is", "summary: [a]", "summary is ['a']: give text"),
