@@ -75,7 +75,7 @@ def read_scenes(path: Path | None = None) -> dict[str, Scene]:
                 scene = Scene(**json.loads(line))
                 check_scene(scene)
                 scenes[scene.prompt] = scene
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is no list of scenes ({error})") from None
     if not scenes:
         raise ValueError(f"{path} lists no scene")
@@ -90,6 +90,8 @@ def check_scene(scene: Scene) -> None:
     ):
         if value not in known:
             raise ValueError(f"{scene.prompt!r} has an unknown {what} {value!r}")
+    if not scene.include:
+        raise ValueError(f"{scene.prompt!r} asks for no object")
     judge([], scene.include, scene.exclude)
 
 

@@ -96,6 +96,8 @@ def test_the_shipped_list():
         ({"prompt": "p", "tag": "size", "include": [{"class": "a", "count": 1}]}, "unknown task 'size'"),
         ({"prompt": "p", "tag": "place", "include": [], "place": "under"}, "unknown place 'under'"),
         ({"prompt": "p", "tag": "place", "include": [{"class": "a"}]}, "no requirement"),
+        ({"prompt": "p", "tag": "place", "include": []}, "asks for no object"),
+        ({"prompt": "p", "tag": "place", "include": ["a whale"]}, "no list of scenes"),
         ({"prompt": "p"}, "missing"),
     ],
 )
