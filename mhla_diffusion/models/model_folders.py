@@ -7,7 +7,7 @@ from pathlib import Path
 import diffusers
 
 from ..weights import original_files, original_wan
-from .tensor_files import WEIGHT_FILE, open_tensors, weight_files
+from .tensor_files import WEIGHT_FILE, WEIGHTS_NAME, open_tensors, weight_files
 
 __all__ = ["check_family", "check_model_folder", "check_weight_files"]
 
@@ -43,16 +43,20 @@ def check_model_folder(place: str | os.PathLike | None, subfolder: str | None, n
 
 
 def check_weight_files(folder: Path, variant: str | None) -> None:
-    """Raise ValueError when weight files of a model's folder are damaged, or of a variant that was not asked for."""
+    """Raise ValueError when weight files of a model's folder are damaged.
+
+    Raises OSError, as Diffusers does, when they are of a variant that was not asked for.
+    """
     if not (folder / "config.json").is_file():
         return
     for path in weight_files(folder, variant):
         open_tensors(path)
         found = WEIGHT_FILE.fullmatch(path.name)["variant"]
         if found and not variant:
-            raise ValueError(
-                f"{folder} holds weights of the variant {found} only: give variant={found!r}"
-            ) from None
+            raise OSError(
+                f"Error no file named {WEIGHTS_NAME}.bin found in directory {folder}: it holds weights of the variant "
+                f"{found} only, give variant={found!r}"
+            )
 
 
 def check_family(config: Mapping, kind: type) -> None:

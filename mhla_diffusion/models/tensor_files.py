@@ -17,7 +17,15 @@ from safetensors import SafetensorError, safe_open
 from ..weights import check_safetensors, read_json
 from .safe_pickle import load_pickle, state_of, unwrapped
 
-__all__ = ["Entry", "TensorFile", "check_sum", "open_tensors", "weight_files", "write_safetensors"]
+__all__ = [
+    "Entry",
+    "TensorFile",
+    "check_sum",
+    "is_finite",
+    "open_tensors",
+    "weight_files",
+    "write_safetensors",
+]
 
 # Names of types in a safetensors header.
 DTYPES = {
@@ -198,6 +206,14 @@ def find_index(files: Sequence[Path]) -> Path | None:
             if isinstance(weight_map, dict) and files[0].name in weight_map.values():
                 return path
     return None
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds neither infinite values nor NaN; takes no memory of its size."""
+    values = (
+        tensor.float() if tensor.dtype.itemsize == 1 else tensor
+    )  # the smallest types have no comparisons
+    return not tensor.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
 
 
 HEX = re.compile(r"[0-9a-fA-F]{64}")

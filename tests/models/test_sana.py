@@ -105,7 +105,7 @@ def test_a_backend_can_be_chosen():
 
 def test_a_folder_that_has_a_variant_alone_says_which(tmp_path):
     model().save_pretrained(tmp_path, variant="fp16")
-    with pytest.raises(ValueError, match="weights of the variant fp16 only: give variant='fp16'") as caught:
+    with pytest.raises(OSError, match="weights of the variant fp16 only, give variant='fp16'") as caught:
         MHLASanaTransformer2DModel.from_pretrained(tmp_path)
     assert "\n" not in str(caught.value)
     assert MHLASanaTransformer2DModel.from_pretrained(tmp_path, variant="fp16")

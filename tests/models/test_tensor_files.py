@@ -13,6 +13,7 @@ from mhla_diffusion.models.tensor_files import (
     check_index,
     check_sum,
     find_index,
+    is_finite,
     open_tensors,
     weight_files,
     write_safetensors,
