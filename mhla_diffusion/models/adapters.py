@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ..attention import GridSelfAttention
+from .tensor_files import is_finite
 
 PREFIX = "transformer"
 FILE_NAME = "pytorch_lora_weights.safetensors"
@@ -108,7 +109,7 @@ class AdapterMixin:
                 lost.append(key)
             elif name in places:
                 own[name] = tensor
-                if not tensor.isfinite().all():
+                if not is_finite(tensor):
                     lost.append(f"{key}: it holds infinite values or NaN")
                 if tensor.shape != places[name].shape:
                     lost.append(f"{key} of shape {tuple(tensor.shape)} for {tuple(places[name].shape)}")
@@ -116,7 +117,7 @@ class AdapterMixin:
                 pairs[key] = tensor
                 if not pair_fits(name, tensor, modules):
                     lost.append(key)
-                elif not tensor.isfinite().all():
+                elif not is_finite(tensor):
                     lost.append(f"{key}: it holds infinite values or NaN")
                 elif not has_partner(key, source):
                     lost.append(f"{key}: its other half is missing or of another rank")

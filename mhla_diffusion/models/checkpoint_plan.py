@@ -19,7 +19,7 @@ from .checkpoints import Change, Layout, Move, compressed, expand, unexpected_me
 from .convert import Family
 from .mixin import MHLAModelMixin
 from .options import check_block_grid, check_values, chosen_layers
-from .tensor_files import Entry, TensorFile
+from .tensor_files import Entry, TensorFile, is_finite
 
 __all__ = ["Plan", "make_plan"]
 
@@ -234,10 +234,7 @@ def narrowest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 
 def finite(tensor: torch.Tensor, file: TensorFile, key: str) -> torch.Tensor:
     """The same tensor. Raises ValueError when it holds an infinite value or NaN."""
-    values = (
-        tensor.float() if tensor.dtype.itemsize == 1 else tensor
-    )  # the smallest types have no comparisons
-    if tensor.numel() and not torch.stack(values.aminmax()).isfinite().all():
+    if not is_finite(tensor):
         raise ValueError(
             f"{file.path} holds infinite values or NaN in {key}: copy or download it again, or take a checkpoint from "
             "before they arose"

@@ -210,9 +210,8 @@ def find_index(files: Sequence[Path]) -> Path | None:
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds neither infinite values nor NaN; takes no memory of its size."""
-    values = (
-        tensor.float() if tensor.dtype.itemsize == 1 else tensor
-    )  # the smallest types have no comparisons
+    # The smallest types have no comparisons.
+    values = tensor.float() if tensor.dtype.itemsize == 1 else tensor
     return not tensor.numel() or bool(torch.stack(values.aminmax()).isfinite().all())
 
 

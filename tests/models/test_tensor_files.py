@@ -165,6 +165,14 @@ def test_quantised_files_and_headers_that_contradict_themselves_are_refused(tmp_
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+)
+def test_values_that_are_not_finite_are_seen_in_every_type(dtype):
+    assert is_finite(torch.ones(3).to(dtype)) and is_finite(torch.ones(0).to(dtype))
+    assert not is_finite(torch.tensor([1.0, torch.nan, 2.0]).to(dtype))
+
+
 @pytest.mark.parametrize("tensor", [torch.eye(2).to_sparse(), torch.eye(2, dtype=torch.complex64)])
 def test_tensors_that_cannot_be_stored_are_refused_by_name(tmp_path, tensor):
     torch.save({"a": torch.ones(1), "b.weight": tensor}, tmp_path / "a.pt")
