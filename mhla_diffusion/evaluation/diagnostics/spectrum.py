@@ -135,7 +135,8 @@ def bidiagonals(matrix: AttentionMatrix, starts: Tensor, known: Tensor, steps: i
     Each vector is orthogonalised twice against all before. Returns the diagonals `(probes, steps)` and superdiagonals
     `(probes, steps - 1)`.
     """
-    rights, lefts = starts[None], starts.new_empty(0, *starts.shape)
+    rights, lefts = (starts.new_empty(steps, *starts.shape) for _ in range(2))  # rows are filled one by one
+    rights[0] = starts
     diagonal, above = [], []
 
     def fresh(x: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,13 +150,13 @@ def bidiagonals(matrix: AttentionMatrix, starts: Tensor, known: Tensor, steps: i
 
     v = starts
     for step in range(steps):
-        u, length = fresh(matrix.times(v), lefts)
-        lefts = torch.cat((lefts, u[None]))
+        u, length = fresh(matrix.times(v), lefts[:step])
+        lefts[step] = u
         diagonal.append(length)
         if step + 1 < steps:
             v = matrix.transposed_times(u)
-            v, length = fresh(v - known @ (known.T @ v), rights)
-            rights = torch.cat((rights, v[None]))
+            v, length = fresh(v - known @ (known.T @ v), rights[: step + 1])
+            rights[step + 1] = v
             above.append(length)
     return torch.stack(diagonal).T, torch.stack(above).T
 
