@@ -70,7 +70,7 @@ def layer_attention(module: nn.Module, items: slice, *args, **kwargs) -> LayerAt
     if isinstance(module, MHLASelfAttention):
         if isinstance(module, MHLAWanAttention):
             positions = WanPositions(*rotary(args, kwargs))
-            return mixed_layer(module, hidden_states, positions.grid, angles(positions.cos, positions.sin))
+            return mixed_layer(module, hidden_states, positions.grid, grid_angles(positions))
         return mixed_layer(module, hidden_states, tuple(kwargs["grid"]), None)
     if isinstance(module, SoftmaxSelfAttention):
         q, k, _ = module.project(normed_in(module, hidden_states))
@@ -94,6 +94,15 @@ def layer_attention(module: nn.Module, items: slice, *args, **kwargs) -> LayerAt
 def rotary(args: tuple, kwargs: dict):
     """`rotary_emb` of an attention's call: its own keyword, or the fourth argument."""
     return kwargs.get("rotary_emb", args[3] if len(args) > 3 else None)
+
+
+def grid_angles(positions: WanPositions) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `(N, D / 2)` from the tokens' places: a model of MHLA layers only makes no table."""
+    frequencies = positions.frequencies.double()
+    axes = (torch.arange(size, device=frequencies.device).double() for size in positions.grid)
+    places = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 2)  # (N, 3)
+    turned = places @ frequencies
+    return turned.cos(), turned.sin()
 
 
 def angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
