@@ -18,8 +18,10 @@ def candidates(kernel: str, dim: int) -> Iterator:
     if kernel.startswith("dual"):
         yield from (
             DualConfig(rows, columns, warps, depth)
-            for depth, rows, columns, warps in itertools.product((2, 3), (64, 128), (32, 64, 128), (4, 8))
-            if rows * columns <= 32 * 32 * warps * 2
+            for depth, rows, columns, warps in itertools.product(
+                (2, 3), (64, 128), (32, 64, 128, 256), (4, 8)
+            )
+            if rows * columns <= 32 * 32 * warps * (4 if kernel == "dual_forward" else 2)
         )
     elif kernel == "mix":
         yield from (

@@ -137,16 +137,23 @@ def part_mask(real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
-def load_part(x_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
+def load_part(
+    x_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    EVICT: tl.constexpr = tl.constexpr(""),
+):  # fmt: skip
     """Channels LOW .. LOW + PART of the tokens' rows, zero beyond WIDTH."""
     offset = token[:, None] * stride_n + (LOW + tl.arange(0, PART))[None, :]
-    return tl.load(x_ptr + offset, mask=part_mask(real, LOW, WIDTH, PART), other=0.0)
+    return tl.load(x_ptr + offset, mask=part_mask(real, LOW, WIDTH, PART), other=0.0, eviction_policy=EVICT)
 
 
 @triton.jit
-def store_part(x, out_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
+def store_part(
+    x, out_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
+    EVICT: tl.constexpr = tl.constexpr(""),
+):  # fmt: skip
     offset = token[:, None] * stride_n + (LOW + tl.arange(0, PART))[None, :]
-    tl.store(out_ptr + offset, x.to(out_ptr.dtype.element_ty), mask=part_mask(real, LOW, WIDTH, PART))
+    x = x.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offset, x, mask=part_mask(real, LOW, WIDTH, PART), eviction_policy=EVICT)
 
 
 @triton.jit
@@ -159,11 +166,14 @@ def value_mask(real, low, LOW: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
 
 @triton.jit
 def load_values(
-    y_ptr, stride_n, token, real, low, LOW: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr
-):
+    y_ptr, stride_n, token, real, low, LOW: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
+    EVICT: tl.constexpr = tl.constexpr(""),
+):  # fmt: skip
     """A program's tile of the value channels, which starts at `low`; y_ptr points there already."""
     offset = token[:, None] * stride_n + tl.arange(0, BV)[None, :]
-    return tl.load(y_ptr + offset, mask=value_mask(real, low, LOW, DV, BV, TV), other=0.0)
+    return tl.load(
+        y_ptr + offset, mask=value_mask(real, low, LOW, DV, BV, TV), other=0.0, eviction_policy=EVICT
+    )
 
 
 @triton.jit
@@ -178,9 +188,11 @@ def store_values(
     DV: tl.constexpr,
     BV: tl.constexpr,
     TV: tl.constexpr,
+    EVICT: tl.constexpr = tl.constexpr(""),
 ):
     offset = token[:, None] * stride_n + tl.arange(0, BV)[None, :]
-    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=value_mask(real, low, LOW, DV, BV, TV))
+    y = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + offset, y, mask=value_mask(real, low, LOW, DV, BV, TV), eviction_policy=EVICT)
 
 
 @triton.jit
@@ -208,11 +220,12 @@ def load_state(
 @triton.jit
 def store_state(
     state_ptr, part, LOW: tl.constexpr, value_low, D: tl.constexpr, DV: tl.constexpr, PD: tl.constexpr,
-    PV: tl.constexpr,
+    PV: tl.constexpr, EVICT: tl.constexpr = tl.constexpr(""),
 ):  # fmt: skip
     offset = (LOW + tl.arange(0, PD))[:, None] * DV + (value_low + tl.arange(0, PV))[None, :]
     part = part.to(state_ptr.dtype.element_ty)
-    tl.store(state_ptr + offset, part, mask=state_mask(LOW, value_low, D, DV, PD, PV))
+    mask = state_mask(LOW, value_low, D, DV, PD, PV)
+    tl.store(state_ptr + offset, part, mask=mask, eviction_policy=EVICT)
 
 
 @triton.jit
