@@ -24,6 +24,8 @@ SIZES = [
 # ordinary units, where conversions take four times as long.
 ROUNDER = tl.constexpr(12582912.0)
 
+AS_USUAL = tl.constexpr("")  # how a load or store leaves the cache
+
 
 @triton.jit
 def rounded(x):
@@ -139,7 +141,7 @@ def part_mask(real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
 @triton.jit
 def load_part(
     x_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
-    EVICT: tl.constexpr = tl.constexpr(""),
+    EVICT: tl.constexpr = AS_USUAL,
 ):  # fmt: skip
     """Channels LOW .. LOW + PART of the tokens' rows, zero beyond WIDTH."""
     offset = token[:, None] * stride_n + (LOW + tl.arange(0, PART))[None, :]
@@ -149,7 +151,7 @@ def load_part(
 @triton.jit
 def store_part(
     x, out_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
-    EVICT: tl.constexpr = tl.constexpr(""),
+    EVICT: tl.constexpr = AS_USUAL,
 ):  # fmt: skip
     offset = token[:, None] * stride_n + (LOW + tl.arange(0, PART))[None, :]
     x = x.to(out_ptr.dtype.element_ty)
@@ -167,7 +169,7 @@ def value_mask(real, low, LOW: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
 @triton.jit
 def load_values(
     y_ptr, stride_n, token, real, low, LOW: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
-    EVICT: tl.constexpr = tl.constexpr(""),
+    EVICT: tl.constexpr = AS_USUAL,
 ):  # fmt: skip
     """A program's tile of the value channels, which starts at `low`; y_ptr points there already."""
     offset = token[:, None] * stride_n + tl.arange(0, BV)[None, :]
@@ -188,7 +190,7 @@ def store_values(
     DV: tl.constexpr,
     BV: tl.constexpr,
     TV: tl.constexpr,
-    EVICT: tl.constexpr = tl.constexpr(""),
+    EVICT: tl.constexpr = AS_USUAL,
 ):
     offset = token[:, None] * stride_n + tl.arange(0, BV)[None, :]
     y = y.to(y_ptr.dtype.element_ty)
@@ -220,7 +222,7 @@ def load_state(
 @triton.jit
 def store_state(
     state_ptr, part, LOW: tl.constexpr, value_low, D: tl.constexpr, DV: tl.constexpr, PD: tl.constexpr,
-    PV: tl.constexpr, EVICT: tl.constexpr = tl.constexpr(""),
+    PV: tl.constexpr, EVICT: tl.constexpr = AS_USUAL,
 ):  # fmt: skip
     offset = (LOW + tl.arange(0, PD))[:, None] * DV + (value_low + tl.arange(0, PV))[None, :]
     part = part.to(state_ptr.dtype.element_ty)
