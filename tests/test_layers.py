@@ -22,6 +22,7 @@ RANK = {
     "attention": 2,
     "wan_attention": 2,
     "sana_video_attention": 2,
+    "feed_forward": 2,
     "models": 3,
     "pipelines": 4,
     "loading": 4,
