@@ -5,6 +5,8 @@ import json
 import math
 import numbers
 import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -51,6 +53,8 @@ def as_frames(video) -> np.ndarray:
     if hasattr(video, "detach"):
         video = array_of(video)
     if not isinstance(video, np.ndarray):
+        if not isinstance(video, Iterable):
+            raise ValueError(f"the video is {video!r}: give a list of frames or an array of them")
         video = stacked(list(video))
     if video.ndim == 5:
         if len(video) != 1:
@@ -166,10 +170,18 @@ def save_video(
     path, frames = Path(path), as_frames(video)
     check_fps(fps)
     count, height, width = frames.shape[:3]
+    if not isinstance(settings, dict | None):
+        raise ValueError(f"the settings are {settings!r}: give a dict, such as {{'seed': 3}}")
     if "video" in (settings or {}):
         raise ValueError('settings hold "video" already, where the size is stored: give that another name')
-    rate = int(fps) if fps == int(fps) else float(fps)
-    settings = {**(settings or {}), "video": {"frames": count, "height": height, "width": width, "fps": rate}}
+    fps = int(fps) if fps == int(fps) else float(fps)
+    settings = {**(settings or {}), "video": {"frames": count, "height": height, "width": width, "fps": fps}}
+    try:
+        text = json.dumps(settings, ensure_ascii=False, indent=2)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the settings cannot be stored as JSON ({error}): give texts and numbers"
+        ) from error
     write = {".mp4": write_mp4, ".gif": write_gif, "": write_folder}.get(path.suffix.lower())
     if write is None:
         raise ValueError(
@@ -177,7 +189,7 @@ def save_video(
         )
     if write is write_mp4:
         check_encoder()
-        if not isinstance(quality, int) or not 0 <= quality <= 51:
+        if not isinstance(quality, int) or isinstance(quality, bool) or not 0 <= quality <= 51:
             raise ValueError(
                 f"quality is {quality!r}: give a whole number from 0 (lossless) to 51, for example 18"
             )
@@ -185,7 +197,6 @@ def save_video(
         raise ValueError(f"fps is {fps}: a GIF shows at most {FASTEST_GIF} frames a second, write an mp4")
     path.parent.mkdir(parents=True, exist_ok=True)
     if beside and write is not write_folder:
-        text = json.dumps(settings, ensure_ascii=False, indent=2)
         write_atomically(path.with_suffix(".json"), lambda file: file.write(f"{text}\n".encode()))
     write(frames, path, fps, settings, quality)
     return path
@@ -272,18 +283,38 @@ def read_video(path: str | Path) -> Video:
         return read_folder(path)
     if path.suffix.lower() == ".gif":
         return read_gif(path)
+    with opened(path) as (container, stream):
+        settings = parsed(container.metadata.get("comment"))
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)])
+        fps = rate_of(stream)
+    own = measures(settings)
+    return Video(frames[:, : own.get("height"), : own.get("width")], fps, settings)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple]:
+    """A video's container and its stream of pictures, of PyAV.
+
+    Whatever is wrong with the file, also while it is read, is a ValueError of one line.
+    """
     check_encoder()
     import av
 
     try:
         with av.open(str(path)) as container:
-            settings = parsed(container.metadata.get("comment"))
-            frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
-            fps = float(container.streams.video[0].average_rate)
-    except (OSError, ValueError, IndexError) as error:  # PyAV's own errors are both of the first
+            if not container.streams.video:
+                raise ValueError("it holds no pictures")
+            yield container, container.streams.video[0]
+    except (av.error.FFmpegError, OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a video ({' '.join(str(error).split())})") from error
-    own = measures(settings)
-    return Video(frames[:, : own.get("height"), : own.get("width")], fps, settings)
+
+
+def rate_of(stream) -> float:
+    """Frames a second of a stream of PyAV; ValueError where the file tells none."""
+    rate = stream.average_rate or stream.guessed_rate
+    if not rate:
+        raise ValueError("it does not tell how many frames a second has")
+    return float(rate)
 
 
 def read_gif(path: Path) -> Video:
@@ -293,7 +324,8 @@ def read_gif(path: Path) -> Video:
             images, ends = [], [0]
             for frame in ImageSequence.Iterator(image):
                 images.append(np.asarray(frame.convert("RGB")))
-                ends.append(ends[-1] + frame.info.get("duration", 100))
+                # Browsers show frames without a duration for a tenth of a second.
+                ends.append(ends[-1] + (frame.info.get("duration") or 100))
     except OSError as error:
         raise ValueError(f"{path} cannot be read as a GIF ({error})") from error
     own = measures(settings)
@@ -333,10 +365,8 @@ def measures(settings: dict[str, Any] | None) -> dict[str, Any]:
 def read_video_settings(path: str | Path) -> dict[str, Any] | None:
     """Settings stored inside an mp4, or None if it has none or cannot be read. No frame is decoded."""
     check_encoder()
-    import av
-
     try:
-        with av.open(str(path)) as container:
+        with opened(Path(path)) as (container, _):
             return parsed(container.metadata.get("comment"))
-    except (OSError, ValueError):
+    except ValueError:
         return None

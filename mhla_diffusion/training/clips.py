@@ -15,14 +15,16 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from mhla_diffusion.pipelines.videos import check_encoder, read_video
+from mhla_diffusion.pipelines.videos import check_encoder, opened, rate_of, read_video
 
 from .config import DataConfig
 from .data import Bucket, PictureSource, nearest_bucket, read_picture, warn_unreadable
 from .picture_files import IMAGE_SUFFIXES, list_pictures
 
-# What PIL and PyAV raise for files cut short, broken inside, or without a picture.
+# What PIL raises for files cut short, broken inside, or without a picture; `opened` raises ValueError for videos.
 UNREADABLE = (OSError, SyntaxError, ValueError, IndexError, ZeroDivisionError)
+# How many of the frames that a file promises must be there: headers count some that are cut out when it is shown.
+WHOLE = 0.95
 
 
 class Measures(NamedTuple):
@@ -56,17 +58,15 @@ def measured(path: Path, fps: float) -> Measures:
     if in_memory(path):
         video = read_video(path)
         return Measures(frames_at(len(video.frames), video.fps, fps), *video.frames.shape[1:3])
-    check_encoder()
-    import av
-
-    with av.open(str(path)) as container:
-        stream = container.streams.video[0]
-        own, count = float(stream.average_rate), stream.frames
-        first = next(container.decode(stream))
+    with opened(path) as (container, stream):
+        own, count = rate_of(stream), stream.frames
+        first = next(container.decode(stream), None)
+        if first is None:
+            raise ValueError("none of its pictures can be decoded")
         height, width = upright(first.to_ndarray(format="rgb24"), first).shape[:2]
     if not count:
-        with av.open(str(path)) as container:
-            count = sum(packet.size > 0 for packet in container.demux(video=0))
+        with opened(path) as (container, stream):
+            count = sum(packet.size > 0 for packet in container.demux(stream))
     return Measures(frames_at(count, own, fps), height, width)
 
 
@@ -82,7 +82,10 @@ def fitted(array: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def read_clip(path: Path, size: tuple[int, int, int], fps: float) -> np.ndarray:
-    """uint8 `(3, frames, height, width)`: the middle frames of a video, each cut to size."""
+    """uint8 `(3, frames, height, width)`: the middle frames of a video, each cut to size.
+
+    Raises one of `UNREADABLE` when the file is broken or ends before they do.
+    """
     count, height, width = size
     if is_picture(path):
         return read_picture(path, height, width)[:, None]
@@ -108,16 +111,16 @@ def shown(path: Path, fps: float):
         for index, array in enumerate(video.frames):
             yield (index / video.fps if fps else index), array
         return
-    import av
-
-    with av.open(str(path)) as container:
-        stream = container.streams.video[0]
+    with opened(path) as (container, stream):
         stream.thread_type = "AUTO"
-        start = None
+        start, seen = None, 0
         for index, frame in enumerate(container.decode(stream)):
-            time = index / float(stream.average_rate) if frame.time is None else frame.time
+            time = index / rate_of(stream) if frame.time is None else frame.time
             start = time if start is None else start
+            seen += 1
             yield (time - start if fps else index), upright(frame.to_ndarray(format="rgb24"), frame)
+        if seen < WHOLE * stream.frames:  # decoding with threads may end there without an error
+            raise ValueError(f"only {seen} of its {stream.frames} frames are there")
 
 
 def nearest_size(found: Measures, sizes: list[tuple[int, int, int]]) -> int | None:

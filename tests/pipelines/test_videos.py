@@ -49,7 +49,7 @@ def test_colours_sizes_rate_and_settings_come_back(tmp_path, name, size):
     assert {p.name for p in path.parent.iterdir()} == ({name} if path.is_dir() else {name, "a.json"})
 
 
-@pytest.mark.parametrize("fps", [1, 16, 23.976, 29.97, 60])
+@pytest.mark.parametrize("fps", [1, 16, 23.976, np.float32(29.97), 60])
 def test_the_rate_is_kept(tmp_path, fps):
     import av  # here, so that a machine without it still collects its own tests
 
@@ -127,6 +127,7 @@ def bad_frame(value: float) -> np.ndarray:
         (np.zeros((2, 4, 16, 16, 3)), r"a batch of 2 videos: save them one by one, for example frames\[0\]"),
         ([[Image.new("RGB", (8, 8))], [Image.new("RGB", (8, 8))]], "a batch of 2 videos"),
         ([], "no frames"),
+        (None, "the video is None: give a list of frames"),
         (np.zeros((0, 16, 16, 3)), "at least one frame"),
         (np.zeros((16, 16, 3)), r"a video of shape \(16, 16, 3\)"),
         (np.zeros((4, 16, 16, 4)), r"shape \(4, 16, 16, 4\)"),
@@ -150,6 +151,9 @@ def test_what_cannot_be_shown_is_refused_and_nothing_is_written(tmp_path, video,
         ("a.mp4", {"fps": float("nan")}, "fps is nan"),
         ("a.gif", {"fps": 1e6}, "from 0.01 to 1000"),
         ("a.mp4", {"quality": 52}, "quality is 52"),
+        ("a.mp4", {"quality": True}, "quality is True"),
+        ("a.mp4", {"settings": "a cat"}, "the settings are 'a cat': give a dict"),
+        ("a", {"settings": {"seed": np.float32(3)}}, "cannot be stored as JSON"),
         ("a.gif", {"fps": 60}, "at most 50 frames a second"),
         ("a.mp4", {"settings": {"video": 1}}, 'hold "video" already'),
     ],
@@ -199,7 +203,11 @@ def test_settings_are_read_without_the_frames_and_others_videos_have_none(tmp_pa
     assert read_video_settings(path)["prompt"] == SETTINGS["prompt"]
     (tmp_path / "b.mp4").write_bytes(b"no video")
     assert read_video_settings(tmp_path / "b.mp4") is None
-    for broken in ("b.mp4", "b.gif", "gone.mp4"):
+    with av.open(str(tmp_path / "e.mkv"), "w") as container:  # a header with nothing behind it
+        container.add_stream("libx264", rate=16)
+        container.start_encoding()
+    assert read_video_settings(tmp_path / "e.mkv") is None
+    for broken in ("b.mp4", "b.gif", "gone.mp4", "e.mkv"):
         (tmp_path / "b.gif").write_bytes(b"no picture")
         with pytest.raises(ValueError, match="cannot be read"):
             read_video(tmp_path / broken)

@@ -117,15 +117,21 @@ def test_class_folders_hold_videos_too(tmp_path):
 
 
 def test_what_cannot_be_used_is_named(tmp_path):
+    import av  # here, so that a machine without it still collects its own tests
+
     save_video(counting(9), tmp_path / "good.mp4", fps=8)
     save_video(counting(3), tmp_path / "short.mp4", fps=8)
     (tmp_path / "broken.mp4").write_bytes((tmp_path / "good.mp4").read_bytes()[:200])
     (tmp_path / "text.mp4").write_text("no video")
-    write_captions(tmp_path, ["good.mp4", "short.mp4", "broken.mp4", "text.mp4"])
+    with av.open(str(tmp_path / "empty.mkv"), "w") as container:  # a header with nothing behind it
+        container.add_stream("libx264", rate=16)
+        container.start_encoding()
+    write_captions(tmp_path, ["good.mp4", "short.mp4", "broken.mp4", "text.mp4", "empty.mkv"])
     with pytest.warns(UserWarning) as caught:
         (bucket,) = open_videos(config(tmp_path, [[5, 16, 24]]), 8, 4).open()
     said = " ".join(str(warning.message) for warning in caught)
-    assert "2 unreadable videos are left out" in said and "broken.mp4" in said and "text.mp4" in said
+    assert "3 unreadable videos are left out" in said
+    assert all(name in said for name in ("broken.mp4", "text.mp4", "empty.mkv"))
     assert "1 videos of fewer than 5 frames are left out" in said and "short.mp4" in said
     assert len(bucket.captions) == 1
     (tmp_path / "good.mp4").write_bytes(b"gone")
@@ -134,8 +140,23 @@ def test_what_cannot_be_used_is_named(tmp_path):
     assert kept == [] and clips.shape == (0, 3, 5, 16, 24)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # the error says it all
-        with pytest.raises(ValueError, match="none of the 4 videos in .* can be used, first .*good.mp4"):
+        with pytest.raises(ValueError, match="none of the 5 videos in .* can be used, first .*good.mp4"):
             open_videos(config(tmp_path, [[5, 16, 24]]), 8, 4)
+
+
+def test_a_video_cut_short_is_not_filled_up_with_its_last_frame(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 255, (20, 40, 56, 3)).astype(np.uint8)
+    whole = save_video(noise, tmp_path / "whole.mp4", fps=16).read_bytes()
+    (tmp_path / "cut.mp4").write_bytes(whole[: len(whole) // 2])
+    assert measured(tmp_path / "cut.mp4", 16).frames == 20  # as its header promises
+    with pytest.raises(ValueError, match="cut.mp4 cannot be read as a video .*of its 20 frames are there"):
+        read_clip(tmp_path / "cut.mp4", (17, 32, 48), 16)
+
+
+def test_frames_of_a_gif_without_a_duration_are_shown_for_a_tenth_of_a_second(tmp_path):
+    first, *more = (Image.fromarray(frame) for frame in counting(11))
+    first.save(tmp_path / "a.gif", save_all=True, append_images=more, duration=0)
+    assert measured(tmp_path / "a.gif", 10).frames == 11
 
 
 def test_faults_of_the_recipe_are_named_with_what_to_write(tmp_path):
