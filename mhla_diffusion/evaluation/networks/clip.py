@@ -66,7 +66,7 @@ def open_clip_or_refuse():
     try:
         import open_clip
     except ImportError as error:
-        raise ValueError(
+        raise MissingWeights(
             f"open_clip is not installed ({error.name} is missing): pip install 'mhla_diffusion[eval]'"
         ) from error
     return open_clip

@@ -1,6 +1,7 @@
 """CLIP by two libraries: the same numbers from the same weights, and what is refused or said."""
 
 import json
+import sys
 import warnings
 
 import open_clip
@@ -192,6 +193,13 @@ def test_random_weights_only_when_asked_for(monkeypatch, tmp_path, file_of_weigh
     (empty / "open_clip_config.json").write_text(json.dumps({"model_cfg": tiny_clip.CONFIG}))
     with pytest.raises(MissingWeights):
         clip_model(empty, device="cpu")
+
+
+def test_a_missing_package_is_missing_like_weights(monkeypatch):
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(MissingWeights, match=r"open_clip is not installed.*pip install") as error:
+        clip_model("ViT-B-32", random_weights=True)
+    assert error.value.exit_status == 3 and "\n" not in str(error.value)
 
 
 def test_nothing_is_taken_from_the_hub(file_of_weights):
