@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, SeaCacheConfig
 from diffusers.models._modeling_parallel import (
     ContextParallelConfig,
     ParallelConfig,
@@ -39,6 +40,7 @@ class ContextParallelMixin:
         context = getattr(config, "context_parallel_config", context)
         if context is not None:
             self.check_context_parallel(context)
+            self.check_cache_of_processes(getattr(self, "_cache_config", None))
         elif isinstance(config, TensorParallelConfig) or getattr(config, "tensor_parallel_config", None):
             raise ValueError(
                 f"{type(self).__name__} is not split by heads: give a ContextParallelConfig, which splits the tokens"
@@ -77,6 +79,32 @@ class ContextParallelMixin:
                 "ring: call set_attention_backend('_native_cudnn') before this, which needs a GPU, or give "
                 f"ulysses_degree={context.ring_degree} instead"
             )
+
+    def check_cache_of_processes(self, config) -> None:
+        """Raise ValueError on a cache whose decision is taken from each process's own tokens.
+
+        Where one process skips the layers and another does not, that one waits for ever in their first sum.
+        """
+        if isinstance(config, FirstBlockCacheConfig):
+            raise ValueError(
+                "First-Block Cache decides from the tokens that a process has, and processes that decide differently "
+                "wait for each other for ever: use MagCacheConfig, TaylorSeerCacheConfig or "
+                "PyramidAttentionBroadcastConfig, which go by the step"
+            )
+
+    def enable_cache(self, config) -> None:
+        """As in Diffusers, before `enable_parallelism` where a cache stands around whole layers.
+
+        Raises ValueError on a cache that does not work over several processes.
+        """
+        if processes_of(self._parallel_config) is not None:
+            self.check_cache_of_processes(config)
+            if isinstance(config, (MagCacheConfig, SeaCacheConfig)):
+                raise ValueError(
+                    f"{type(config).__name__} would see the tokens before they are spread over the processes: call "
+                    "enable_cache() before enable_parallelism()"
+                )
+        super().enable_cache(config)
 
     def _resolve_parallel_config(self, config):
         # Diffusers takes the process's device from the number of accelerators, which is 0 without one.

@@ -1,5 +1,6 @@
 """Wan with MHLA self-attention: the stock model's parts, keys, forward pass and machinery, with another `attn1`."""
 
+import math
 from typing import Any
 
 import torch
@@ -241,6 +242,20 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
         if not tabulated:  # nothing to split
             self._cp_plan = {module: plan for module, plan in self._cp_plan.items() if module != "rope"}
 
+    def check_shapes(self, latents: torch.Tensor, timestep: torch.Tensor) -> None:
+        """Raise ValueError unless these are latents of this model, and timesteps of samples or of tokens."""
+        channels = self.config.in_channels
+        if latents.ndim != 5 or latents.shape[1] != channels:
+            raise ValueError(
+                f"latents have shape {tuple(latents.shape)}: this model takes (batch, {channels}, frames, height, width)"
+            )
+        tokens = math.prod(latents.shape[2:]) // math.prod(self.config.patch_size)
+        if timestep.ndim not in (1, 2) or timestep.ndim == 2 and timestep.shape[1] != tokens:
+            raise ValueError(
+                f"timestep has shape {tuple(timestep.shape)}: give one for each sample, (batch,), or one for each "
+                f"token, (batch, {tokens})"
+            )
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -259,9 +274,10 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
             encoder_hidden_states_image: `(B, tokens, image_dim)`, in image-to-video models of Wan 2.1.
             attention_kwargs: `{"scale": s}` scales a LoRA.
 
-        Raises ValueError when the latents do not divide into patches, or hold more tokens on an axis than the rotary
-        table has positions.
+        Raises ValueError on latents or timesteps of another shape, when the latents do not divide into patches, or hold
+        more tokens on an axis than the rotary table has positions.
         """
+        self.check_shapes(hidden_states, timestep)
         return super().forward(
             hidden_states,
             self.local_timestep(hidden_states, timestep),

@@ -208,6 +208,10 @@ def check_prompts(prompt, negative_prompt, prompt_embeds, negative_prompt_embeds
     """Raise ValueError unless there are captions in one form, and as many to lead away from, if any."""
     if (prompt is None) == (prompt_embeds is None):
         raise ValueError("give either prompt or prompt_embeds, one of the two")
+    given = {"prompt_embeds": prompt_embeds, "negative_prompt_embeds": negative_prompt_embeds}
+    for name, embeds in given.items():
+        if embeds is not None and not isinstance(embeds, torch.Tensor):
+            raise ValueError(f"{name} have the type {type(embeds).__name__}: give a tensor")
     if prompt is not None:
         check_texts("prompt", prompt)
     if negative_prompt is None:

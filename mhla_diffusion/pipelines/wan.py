@@ -13,6 +13,7 @@ from ..models.wan import MHLAWanTransformer3DModel
 from .checks import (
     OUTPUT_TYPES,
     CheckedLoading,
+    check_attention_kwargs,
     check_choice,
     check_frames,
     check_generators,
@@ -178,6 +179,7 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
         check_number("num_videos_per_prompt", num_videos_per_prompt, minimum=1, whole=True)
         check_number("max_sequence_length", length, minimum=1, whole=True)
         check_choice("output_type", output_type, OUTPUT_TYPES)
+        check_attention_kwargs(attention_kwargs)
         check_number("num_frames", frames, minimum=1, whole=True)
         check_frames(frames, self.vae_scale_factor_temporal)
         height = round_size("height", height, self.size_multiple[0])

@@ -12,7 +12,7 @@ import tiny_sana_video
 import tiny_wan
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig
+from diffusers import ContextParallelConfig, FirstBlockCacheConfig
 from diffusers.models._modeling_parallel import TensorParallelConfig
 from model_checks import relative
 from parallel_wan import CASES
@@ -80,6 +80,17 @@ def test_tokens_that_do_not_divide_are_refused_with_what_to_give(shared):
         )
 
 
+def test_a_cache_by_steps_goes_around_the_layers_before_they_are_spread(shared):
+    expected = parallel_wan.steps_of(parallel_wan.cached())
+    without = parallel_wan.steps_of(parallel_wan.model_of(CASES["even"]))
+    assert torch.equal(without[0], expected[0]) and relative(without[1], expected[1]) > 1e-4
+    for found in shared(2):
+        assert relative(found["cached"], expected) < 1e-5
+        first_block, mag = found["caches"]
+        assert "decide differently wait for each other for ever: use MagCacheConfig" in first_block
+        assert mag.startswith("MagCacheConfig would see") and "before enable_parallelism()" in mag
+
+
 def test_every_process_gets_the_pipelines_whole_video(shared):
     expected = parallel_wan.video_of(parallel_wan.pipeline())
     for found in shared(2):
@@ -93,6 +104,12 @@ def test_two_gpus_compute_what_one_process_does(tmp_path):
     shared = found_by(tmp_path, 2, "cuda")
     for name in CASES:
         compare(name, shared, 1e-4)
+
+
+def with_first_block_cache() -> torch.nn.Module:
+    model = tiny_wan.model()
+    model.enable_cache(FirstBlockCacheConfig())
+    return model
 
 
 @pytest.fixture
@@ -132,6 +149,7 @@ def lone_process(tmp_path):
             r"the softmax layers \(1, ...\) takes no part in a ring",
         ),
         (lambda: tiny_wan.model(), TensorParallelConfig(tp_degree=2), "is not split by heads"),
+        (with_first_block_cache, ContextParallelConfig(ring_degree=2), "First-Block Cache decides"),
         (
             tiny_sana_video.model,
             ContextParallelConfig(ring_degree=2),

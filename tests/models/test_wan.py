@@ -82,6 +82,21 @@ def test_the_rotary_table_is_made_where_a_layer_reads_it(options, tokens):
     assert torch.equal(run(ours, **transformer_inputs()), expected)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"timestep": torch.zeros(2, 119)}, r"shape \(2, 119\): give one for each sample, .*\(batch, 120\)"),
+        ({"timestep": torch.tensor(3.0)}, r"timestep has shape \(\): give one for each sample"),
+        ({"hidden_states": torch.zeros(2, 4, 8, 12)}, r"takes \(batch, 4, frames, height, width\)"),
+        ({"hidden_states": torch.zeros(2, 5, 5, 8, 12)}, r"latents have shape \(2, 5, 5, 8, 12\)"),
+    ],
+)
+def test_inputs_of_another_shape_are_refused_in_one_line(changes, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        run(model(), **(transformer_inputs() | changes))
+    assert "\n" not in str(caught.value)
+
+
 @torch.no_grad()
 @SHRUNK
 def test_sizes_that_wan_users_type_run_on_one_set_of_weights():

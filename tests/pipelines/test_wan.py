@@ -3,6 +3,7 @@
 import json
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline, UniPCMultistepScheduler, WanPipeline
@@ -285,6 +286,12 @@ def test_captions_and_decoders_that_are_not_finite_are_told_apart(pipe):
         ({"prompt": "a", "generator": [torch.Generator()] * 2}, "generator has 2 entries for 1 video"),
         ({"prompt": "a", "latents": torch.zeros(1, 4, 5, 4, 6)}, r"this call needs \(1, 4, 2, 4, 6\)"),
         ({"prompt_embeds": torch.zeros(1, 6, 5)}, r"here \(1, any, 12\)"),
+        ({"prompt_embeds": [[0.0] * 12]}, "prompt_embeds have the type list: give a tensor"),
+        (
+            {"prompt_embeds": torch.zeros(1, 6, 12), "negative_prompt_embeds": np.zeros((1, 6, 12))},
+            "negative_prompt_embeds have the type ndarray",
+        ),
+        ({"prompt": "a", "attention_kwargs": 0.5}, "attention_kwargs=0.5: give a dict"),
         ({"prompt": "a", "callback_on_step_end_tensor_inputs": ["x"]}, "choose among"),
     ],
 )

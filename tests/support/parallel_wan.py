@@ -13,7 +13,7 @@ import tiny_wan
 import tiny_wan_pipeline
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig
+from diffusers import ContextParallelConfig, FirstBlockCacheConfig, MagCacheConfig
 from model_checks import stirred
 
 from mhla_diffusion.pipelines.wan import MHLAWanPipeline
@@ -125,6 +125,31 @@ def pipeline() -> MHLAWanPipeline:
     return pipe
 
 
+def cache_results(model: torch.nn.Module) -> list[str]:
+    """What is said of each cache on a model that is spread already."""
+    said = []
+    for cache in (FirstBlockCacheConfig(), MagCacheConfig(mag_ratios=[1.0] * 4, num_inference_steps=4)):
+        try:
+            model.enable_cache(cache)
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def steps_of(model: torch.nn.Module) -> torch.Tensor:
+    """Two steps of a model with a cache, which takes what most layers add in the second one from the first."""
+    with torch.no_grad(), model.cache_context("steps"):
+        inputs = [tiny_wan.transformer_inputs(seed=step) for step in (0, 1)]
+        return torch.stack([model(**each).sample for each in inputs])
+
+
+def cached() -> torch.nn.Module:
+    model = model_of(CASES["even"])
+    ratios = {"mag_ratios": [1.0] * 4, "retention_ratio": 0.1, "num_inference_steps": 4}
+    model.enable_cache(MagCacheConfig(threshold=1.0, **ratios))
+    return model
+
+
 def main(rank: int, ranks: int, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
@@ -148,6 +173,11 @@ def main(rank: int, ranks: int, folder: Path, device: str) -> None:
             result_of(model, UNEVEN, device)
         except ValueError as error:
             results["uneven"] = str(error)
+        results["caches"] = cache_results(model)
+        if device == "cpu":
+            model = cached()
+            model.enable_parallelism(config=config_of(CASES["even"], ranks))
+            results["cached"] = steps_of(model)
         pipe = pipeline().to(device)
         pipe.transformer.enable_parallelism(config=config_of(CASES["even"], ranks))
         results["video"] = video_of(pipe)
