@@ -247,7 +247,8 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
         channels = self.config.in_channels
         if latents.ndim != 5 or latents.shape[1] != channels:
             raise ValueError(
-                f"latents have shape {tuple(latents.shape)}: this model takes (batch, {channels}, frames, height, width)"
+                f"latents have shape {tuple(latents.shape)}: this model takes (batch, {channels}, frames, "
+                "height, width)"
             )
         tokens = math.prod(latents.shape[2:]) // math.prod(self.config.patch_size)
         if timestep.ndim not in (1, 2) or timestep.ndim == 2 and timestep.shape[1] != tokens:
