@@ -13,7 +13,7 @@ from mhla_diffusion.ops.rotation import angle_tables, exact_dtype, three_axes
 @pytest.mark.parametrize("head_dim", [128, 12, 72])
 def test_the_rotation_is_the_stock_table(head_dim):
     """Of Wan 2.1 and 2.2 alike, image to video included: their positions are those of the latents' own grid."""
-    ours = model(attention_head_dim=head_dim, num_layers=1)
+    ours = model(attention_head_dim=head_dim, num_layers=1, mhla_layers=[])
     grid = (21, 30, 52)
     cos, sin, frequencies, places = ours.rope(torch.empty(1, 4, 21, 60, 104))
     assert tuple(places.shape) == (0, *grid) and frequencies.shape == (3, head_dim // 2)
