@@ -150,13 +150,24 @@ def mhla_config(shapes: Shapes, read: Callable[[str], torch.Tensor], given: Mapp
             f"{compressed(layers_with(NORM_OUT, shapes).values())} has {norm[0]} weights: known are norms of each head "
             f"({base['attention_head_dim']}) and over all heads ({width})"
         )
+    gated = shape_in_all(GATE) is not None
+    if gated and norm is None:
+        raise ValueError(
+            f"the checkpoint has gates ({compressed(layers_with(GATE, shapes).values())}) but no norm of the output "
+            "(g_norm), which every released class with a gate has: it is not complete"
+        )
+    mixing = shape_in_all(MIXING)
+    if mixing[0] != mixing[1]:
+        raise ValueError(
+            f"{compressed(chosen.values())} has the shape {mixing}: known are as many blocks of queries as of keys"
+        )
     convolution = shape_in_all(LOCAL_CONV)
     return base | {
         "mhla_layers": None if len(chosen) == layers else list(chosen),
-        "mhla_block_grid": list(released_grid(shape_in_all(MIXING)[0], given.get("mhla_block_grid"))),
+        "mhla_block_grid": list(released_grid(mixing[0], given.get("mhla_block_grid"))),
         "mhla_normalizer": "none",
         "mhla_feature_eps": 1e-6,
-        "mhla_gate": shape_in_all(GATE) is not None,
+        "mhla_gate": gated,
         "mhla_local_conv": None if convolution is None else convolution[-1],
         "mhla_norm_out": norm is not None,
         "mhla_norm_across_heads": norm is not None and norm[0] != base["attention_head_dim"],

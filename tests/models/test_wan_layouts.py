@@ -244,6 +244,18 @@ def test_nothing_is_made_up_for_a_missing_key(tmp_path, kind):
             "has 7 weights: known are norms of each head (12) and over all heads (24)",
         ),
         (lambda s: s.pop("blocks.1.self_attn.g.bias"), HEADS, "blocks.1.attn1.to_gate.bias"),
+        (
+            lambda s: [s.pop(f"blocks.{i}.self_attn.g_norm.weight") for i in (0, 1)],
+            HEADS,
+            "but no norm of the output (g_norm), which every released class with a gate has",
+        ),
+        (
+            lambda s: s.update(
+                {f"blocks.{i}.self_attn.block_attn.conv.weight": torch.ones(120, 150, 1, 1) for i in (0, 1)}
+            ),
+            HEADS,
+            "has the shape (120, 150, 1, 1): known are as many blocks of queries as of keys",
+        ),
         (lambda s: s, {}, "a width of 24 does not divide into heads of 128 channels"),
     ],
 )
