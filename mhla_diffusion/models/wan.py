@@ -133,7 +133,7 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
         mhla_block_grid: blocks per axis, (frames, rows, columns): counts, so one model serves every resolution. An axis
             with fewer tokens than blocks has one block per token there, with the mixing matrix interpolated.
         mhla_feature_eps: added to relu(q), relu(k).
-        mhla_normalizer: "none" (as the released Wan weights) or "paper", see `mhla_attention`.
+        mhla_normalizer: "none" (as the released Wan weights), "paper" or "official", see `mhla_attention`.
         mhla_denominator_eps: added to the denominator; None: the operator's default.
         mhla_gate: multiply the output by SiLU(to_gate(x) + 1.2784645), 1 at first.
         mhla_local_conv: kernel size of a depthwise convolution on V over frames, rows and columns (3: the paper's CPE),

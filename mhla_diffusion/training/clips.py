@@ -113,13 +113,16 @@ def shown(path: Path, fps: float):
         return
     with opened(path) as (container, stream):
         stream.thread_type = "AUTO"
-        start, seen = None, 0
+        start, seen, reached = None, 0, 0.0
         for index, frame in enumerate(container.decode(stream)):
             time = index / rate_of(stream) if frame.time is None else frame.time
             start = time if start is None else start
-            seen += 1
+            # By its time as well: some files count frames that only repeat the one before.
+            seen, reached = index + 1, (time - start) * rate_of(stream) + 1
             yield (time - start if fps else index), upright(frame.to_ndarray(format="rgb24"), frame)
-        if seen < WHOLE * stream.frames:  # decoding with threads may end there without an error
+        if (
+            max(seen, reached) if fps else seen
+        ) < WHOLE * stream.frames:  # decoding with threads may end there without an error
             raise ValueError(f"only {seen} of its {stream.frames} frames are there")
 
 
