@@ -74,7 +74,7 @@ class WarmStart:
         self._reset_window()
 
     def run(self, out_of_time: Callable[[bool], bool]) -> bool:
-        """Runs what is left of the steps; the averages start from what came of them. False: stopped, out of time.
+        """Runs what is left of the steps; the averages start from what came of them. False: out of time.
 
         Args:
             out_of_time: asked after each step whether to stop, and told whether the host reads there anyway.
@@ -108,7 +108,7 @@ class WarmStart:
                 f"{step} of {self.steps} steps of distillation done, {len(self.pairs)} layers; losses in "
                 f"{job.out / 'distillation.jsonl'}"
             )
-        return step == self.steps
+        return not over
 
     def _step(self, step: int) -> None:
         job, run = self.job, self.job.recipe.run
@@ -173,7 +173,7 @@ class WarmStart:
             "step": step,
             "loss": sum(layers.values()) / len(layers),
             "layers": layers,
-            "lr": max(group["lr"] for group in self.optimizer.param_groups),
+            "lr": max((g["lr"] for g in self.optimizer.param_groups if g["kind"] == "weights"), default=0.0),
             "images_per_second": self.window_steps
             * job.recipe.run.batch_size
             / (time.perf_counter() - self.window_began),

@@ -185,7 +185,7 @@ def test_micro_batches_give_what_a_whole_batch_gives(recipe, settings):
     for key, value in found["whole"].items():
         torch.testing.assert_close(found["accumulated"][key], value, rtol=1e-4, atol=1e-6)
         assert torch.equal(found["checkpointed"][key], value)
-        torch.testing.assert_close(found["bf16"][key], value, rtol=1e-2, atol=3e-3)
+        assert (found["bf16"][key] - value).norm() < 0.05 * value.norm() + 1e-3
 
 
 def test_a_step_does_not_wait_for_the_device(recipe, settings):
@@ -284,9 +284,10 @@ def test_recipes_without_anything_to_distil_are_refused(recipe, settings, class_
 
 
 def test_a_base_that_was_converted_before_can_be_distilled(recipe, settings, stock, tmp_path):
-    pipe = mhla_diffusion.load_pipeline(stock)
-    pipe.transformer = mhla_diffusion.convert(pipe.transformer, block_grid=(2, 2))
-    pipe.save_pretrained(tmp_path / "converted")
+    folder = tmp_path / "converted"
+    shutil.copytree(stock, folder)
+    model = mhla_diffusion.convert(mhla_diffusion.load_pipeline(stock).transformer, block_grid=(2, 2))
+    model.save_pretrained(folder / "transformer")
     options = [each for each in settings if "model.convert" not in each]
-    result = run(recipe("converted"), [*options, f"model.base={tmp_path / 'converted'}"])
+    result = run(recipe("converted"), [*options, f"model.base={folder}"])
     assert_bit_equal(tensors(result.out), tensors(run(recipe("direct"), settings).out))
