@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import tiny_sana
 import torch
 from no_host_read import NoHostRead
 from PIL import Image
@@ -291,3 +292,22 @@ def test_a_base_that_was_converted_before_can_be_distilled(recipe, settings, sto
     options = [each for each in settings if "model.convert" not in each]
     result = run(recipe("converted"), [*options, f"model.base={folder}"])
     assert_bit_equal(tensors(result.out), tensors(run(recipe("direct"), settings).out))
+
+
+def test_a_converted_sana_learns_with_its_captions(recipe_file, base, tmp_path):
+    """Through a text encoder that trains as well, which the warm start leaves alone."""
+    folder = tmp_path / "sana"
+    shutil.copytree(base, folder)
+    tiny_sana.stock_transformer().save_pretrained(folder / "transformer")
+    path = recipe_file()
+    text = path.read_text().replace(str(base), str(folder))
+    start, end = text.index("[model.transformer]"), text.index("[model.text_encoder]")
+    path.write_text(text[:start] + "[model.convert]\nblock_grid = [2, 2]\ngate = true\n\n" + text[end:])
+    options = ["distill.steps=40", "distill.lr=0.01", "run.log_every=5"]
+    job = job_of(path, options)
+    kept = {name: p.clone() for name, p in job.module.text_encoder.state_dict().items()}
+    start = WarmStart(job, None)
+    assert start.run(lambda due: False)
+    entries = lines(job.out)
+    assert entries[-1]["loss"] < 0.7 * entries[0]["loss"]
+    assert all(torch.equal(p, kept[name]) for name, p in job.module.text_encoder.state_dict().items())
