@@ -100,7 +100,7 @@ class Training(Session):
                 self._write(step, last)
         if (
             step == self.start
-        ):  # a finished run, resumed: only the export may be missing; or a warm start cut short
+        ):  # a finished run, resumed, whose export may be missing; or no time but for a warm start
             self._export(step)
         bar.close()
         self.accelerator.end_training()
@@ -117,7 +117,8 @@ class Training(Session):
         """Distils where the recipe says so and no checkpoint of the steps behind it is there; False: out of time."""
         if not self.recipe.distill.steps or self.resumed:
             return True
-        return WarmStart(self, self.distilled).run(self._out_of_time)
+        begun, self.distilled = self.distilled, None  # not kept for the rest of the run
+        return WarmStart(self, begun).run(self._out_of_time)
 
     def _step(self, step: int) -> None:
         recipe = self.recipe
