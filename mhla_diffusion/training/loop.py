@@ -98,9 +98,7 @@ class Training(Session):
             if last or self._due(step):
                 self._read(step, bar)
                 self._write(step, last)
-        if (
-            step == self.start
-        ):  # a finished run, resumed, whose export may be missing; or no time but for a warm start
+        if step == self.start:  # no step was left to do, or no time: only the export may be missing
             self._export(step)
         bar.close()
         self.accelerator.end_training()
