@@ -140,7 +140,9 @@ def name_of(run: dict) -> str:
     layers = options["layers"]
     listed = layers if layers is None or isinstance(layers, str) else ", ".join(map(str, layers))
     some = "" if listed in (None, "all") else f", layers {listed}"
-    return f"{' + '.join(parts)}{some}, trained: {model['train']}"
+    distilled = run["recipe"].get("distill", {}).get("steps")  # older runs know nothing of it
+    warm = f", distilled for {distilled} steps" if distilled else ""
+    return f"{' + '.join(parts)}{some}{warm}, trained: {model['train']}"
 
 
 def curve(run: dict) -> dict:
@@ -151,6 +153,20 @@ def curve(run: dict) -> dict:
         "trained_parameters": facts["trained_parameters"],
         "parameters": facts["parameters"]["transformer"],
         "recipe": without_places(run["recipe"]),
+    }
+
+
+def distillation(run: dict) -> dict:
+    """Steps and mean relative error of the layers, where the run began with a distillation."""
+    if not run["recipe"].get("distill", {}).get("steps"):
+        return {}
+    text = (run["folder"] / "distillation.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    return {
+        "distillation": {
+            "steps": [line["step"] for line in lines],
+            "error": [round(line["loss"], 6) for line in lines],
+        }
     }
 
 
@@ -186,6 +202,7 @@ def report(original: dict, adapted: list[dict], device: torch.device) -> dict:
             own = load_pipeline(run["folder"] / "pipeline")
         facts["adapted"].append(
             {"name": name_of(run)}
+            | distillation(run)
             | curve(run)
             | {"comparison": comparison(original, run)}
             | {"unseen": unseen_losses(own.transformer, pipe, recipe, device)}

@@ -154,6 +154,23 @@ def prune(folder: Path, keep: int) -> None:
         shutil.rmtree(doomed)
 
 
+def step_of(line: str) -> float:
+    """The step that a line of metrics.jsonl is about; infinite when the line was cut short by a kill."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return float("inf")
+
+
+def keep_lines(path: Path, last_step: int) -> None:
+    """Removes from a file such as metrics.jsonl, if it is there, the steps after `last_step`: they are done again."""
+    if path.is_file():
+        lines = [line for line in path.read_text().splitlines() if step_of(line) <= last_step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in lines))
+        os.replace(temporary, path)
+
+
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, torch.Tensor]:
     """AdamW's state as `{"exp_avg/<parameter>": tensor}`; `names` maps `id(parameter)` to its name."""
     return {

@@ -200,6 +200,22 @@ class OptimizerConfig:
 
 
 @dataclass
+class DistillConfig:
+    """[distill]: a warm start after a conversion. Each MHLA layer first learns what the attention it replaced gave."""
+
+    steps: int = setting(
+        0,
+        "steps before the first one of [run], on the same batches: each MHLA layer alone learns what the attention "
+        "that it replaced gives on the original's inputs. Needs a fresh conversion; 0: none",
+    )
+    lr: float | None = setting(
+        None,
+        "learning rate; left out: optimizer.lr. It falls to 0 as a cosine, after a warm-up of optimizer.warmup steps, "
+        "at most a tenth of all",
+    )
+
+
+@dataclass
 class LossConfig:
     """[loss]: what the transformer learns to predict."""
 
@@ -273,6 +289,7 @@ class Recipe:
     model: ModelConfig = setting(ModelConfig, "[model]")
     data: DataConfig = setting(DataConfig, "[data]")
     optimizer: OptimizerConfig = setting(OptimizerConfig, "[optimizer]")
+    distill: DistillConfig = setting(DistillConfig, "[distill]")
     loss: LossConfig = setting(LossConfig, "[loss]")
     flow: FlowConfig = setting(FlowConfig, "[flow]")
     ema: EMAConfig = setting(EMAConfig, "[ema]")

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
-import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,18 +20,16 @@ from tqdm import tqdm
 
 from mhla_diffusion.mixing import clip_mixings, mean_occupancy
 
-from .checkpoint import list_checkpoints, optimizer_tensors, prune, write_checkpoint
+from .checkpoint import keep_lines, list_checkpoints, optimizer_tensors, prune, write_checkpoint
 from .config import Recipe
 from .export import draw_grid, export_adapter, export_continue, export_pipeline
+from .losses import NonFiniteLoss
 from .parameters import LORA, listed, schedule_factor
 from .provenance import environment, process_started
 from .randomness import derived_seed
 from .recipe import load_recipe
-from .session import Session
-
-
-class NonFiniteLoss(ValueError):
-    """The loss or the gradient became infinite or NaN; the message names the first such step."""
+from .session import Session, progress_bar
+from .warm_start import WarmStart
 
 
 @dataclass
@@ -88,29 +84,21 @@ class Training(Session):
             self._prepare_folder()
         if self.accelerator.log_with:
             self.accelerator.init_trackers("tracker")
-        self._reset_window()
         self.bad_step = torch.full((), -1.0, dtype=torch.float64, device=self.device)
         self.loss, self.speeds = float("nan"), []
-        bar = tqdm(
-            total=run.steps,
-            initial=self.start,
-            unit="step",
-            disable=not self.main,
-            dynamic_ncols=True,
-            mininterval=0.2 if sys.stderr.isatty() else 15,
-            desc=run.name,
-        )
-        step, out_of_time = self.start, False
+        step, out_of_time = self.start, not self._warm_start()
+        self._reset_window()
+        bar = progress_bar(run.name, run.steps, self.start, self.main)
         while step < run.steps and not out_of_time:
             self._step(step)
             step += 1  # from here on: steps done
             bar.update()
-            out_of_time = self._out_of_time(step)
+            out_of_time = self._out_of_time(self._due(step))
             last = step == run.steps or out_of_time
             if last or self._due(step):
                 self._read(step, bar)
                 self._write(step, last)
-        if step == self.start:  # a finished run, resumed: only the export may be missing
+        if step == self.start:  # no step was left to do, or no time: only the export may be missing
             self._export(step)
         bar.close()
         self.accelerator.end_training()
@@ -122,6 +110,13 @@ class Training(Session):
             else (self.speeds or [float("nan")])[0]
         )
         return Result(self.out, step, step == run.steps, self.loss, speed)
+
+    def _warm_start(self) -> bool:
+        """Distils where the recipe says so and no checkpoint of the steps behind it is there; False: out of time."""
+        if not self.recipe.distill.steps or self.resumed:
+            return True
+        begun, self.distilled = self.distilled, None  # not kept for the rest of the run
+        return WarmStart(self, begun).run(self._out_of_time)
 
     def _step(self, step: int) -> None:
         recipe = self.recipe
@@ -172,9 +167,10 @@ class Training(Session):
             )
         )
 
-    def _out_of_time(self, step: int) -> bool:
+    def _out_of_time(self, due: bool) -> bool:
+        """Whether `run.max_minutes` are over. Several processes agree on it only where the host reads anyway: `due`."""
         limit = self.recipe.run.max_minutes
-        if not limit or (self.accelerator.num_processes > 1 and not self._due(step)):
+        if not limit or (self.accelerator.num_processes > 1 and not due):
             return False
         over = time.time() - process_started() > 60 * limit
         if self.accelerator.num_processes == 1:
@@ -283,12 +279,7 @@ class Training(Session):
         """Removes what a killed run left half written, and metrics of steps that will be done again."""
         for stale in self.checkpoints.glob(".writing-*"):
             shutil.rmtree(stale)
-        metrics = self.out / "metrics.jsonl"
-        if metrics.is_file():
-            lines = [line for line in metrics.read_text().splitlines() if step_of(line) <= self.start]
-            temporary = metrics.with_suffix(".tmp")
-            temporary.write_text("".join(line + "\n" for line in lines))
-            os.replace(temporary, metrics)
+        keep_lines(self.out / "metrics.jsonl", self.start)
         counts = {
             name: sum(p.numel() for p in model.parameters()) for name, model in self.module.named_children()
         }
@@ -308,11 +299,3 @@ class Training(Session):
             "pictures": sum(self.feed.order.bucket_sizes),
         }
         (self.out / "run.json").write_text(json.dumps(facts, indent=1))
-
-
-def step_of(line: str) -> float:
-    """The step that a line of metrics.jsonl is about; infinite when the line was cut short by a kill."""
-    try:
-        return json.loads(line)["step"]
-    except ValueError:
-        return float("inf")

@@ -13,6 +13,10 @@ from torch import nn
 from .config import FlowConfig
 
 
+class NonFiniteLoss(ValueError):
+    """The loss or the gradient became infinite or NaN; the message names the first such step."""
+
+
 def shift_sigma(sigma: torch.Tensor, shift: float) -> torch.Tensor:
     """sigma' = shift sigma / (1 + (shift - 1) sigma); keeps 0 and 1 in place."""
     return shift * sigma / (1 + (shift - 1) * sigma)

@@ -232,6 +232,9 @@ def _check_ranges(recipe: Recipe) -> None:
     )
     need(optimizer.max_grad_norm >= 0, "optimizer.max_grad_norm", optimizer.max_grad_norm, "0 (off) or more")
     need(optimizer.warmup >= 0, "optimizer.warmup", optimizer.warmup, "0 or more steps")
+    need(recipe.distill.steps >= 0, "distill.steps", recipe.distill.steps, "0 (none) or more")
+    rate = recipe.distill.lr
+    need(rate is None or 0 < rate < math.inf, "distill.lr", rate, "above 0, or left out for optimizer.lr")
     weight = recipe.loss.variational_weight
     need(0 <= weight < math.inf, "loss.variational_weight", weight, "0 or more")
     need(math.isfinite(recipe.flow.logit_mean), "flow.logit_mean", recipe.flow.logit_mean, "a finite number")
@@ -249,6 +252,11 @@ def _check_ranges(recipe: Recipe) -> None:
         raise ValueError(
             "recipe: [model.transformer] builds a fresh transformer, so there is nothing for "
             "[model.convert] to convert; keep one of them"
+        )
+    if recipe.distill.steps and model.transformer is not None and not run.init_from:
+        raise ValueError(
+            f"recipe: distill.steps = {recipe.distill.steps}, but [model.transformer] builds a fresh transformer, "
+            "whose attention has nothing to teach; write distill.steps = 0, or take a trained base with [model.convert]"
         )
     if model.text_encoder is not None and not model.train_text_encoder and not run.init_from:
         raise ValueError(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
+from tqdm import tqdm
 
 from mhla_diffusion.folders import check_writable
 from mhla_diffusion.mixing import learnable_mixings
@@ -18,6 +20,7 @@ from .components import Components, build_components, loss_kind, read_weights
 from .config import Recipe
 from .data import open_source
 from .diffusion import DiffusionLoss
+from .distillation import check_distillable
 from .ema import EMA
 from .feed import Feed
 from .latents import caption_table, label_table, load_or_encode
@@ -61,6 +64,18 @@ def tracks(tracker: str) -> bool:
     return installed
 
 
+def progress_bar(name: str, steps: int, done: int, shown: bool) -> tqdm:
+    return tqdm(
+        total=steps,
+        initial=done,
+        unit="step",
+        disable=not shown,
+        dynamic_ncols=True,
+        mininterval=0.2 if sys.stderr.isatty() else 15,
+        desc=name,
+    )
+
+
 def compile_model(model: torch.nn.Module, scope: str) -> None:
     """Compiles in place, so that parameter names stay: the whole model, or each of its repeated layers.
 
@@ -86,33 +101,53 @@ class Session:
         self.recipe, run = recipe, recipe.run
         self.out = Path(run.out)
         self.checkpoints = self.out / "checkpoints"
+        self.distillation = self.out / "distillation"  # checkpoints of the steps of [distill]
         found = find_checkpoint(self.checkpoints, resume)
-        existing = list_checkpoints(self.checkpoints)
-        if found is None and existing and str(resume) != "auto":
+        if found is None and str(resume) != "auto":
+            for folder, of in ((self.checkpoints, ""), (self.distillation, " of its distillation")):
+                for newest in list_checkpoints(folder)[-1:]:
+                    raise ValueError(
+                        f"{self.out} already holds a run up to {newest.name}{of}; continue it with --resume auto, "
+                        "or choose another run.out"
+                    )
+        saved = self._saved(found)
+        self.resumed = saved is not None
+        if saved and saved[1].get("distillation"):
             raise ValueError(
-                f"{self.out} already holds a run up to {existing[-1].name}; continue it with --resume auto, "
-                "or choose another run.out"
+                f"{found} is a checkpoint of the distillation before the first step; --resume auto goes on from it"
             )
-        saved = read_checkpoint(found) if found else None
-        if saved:
-            keys = differing_keys(recipe, saved[1]["recipe"])
-            if keys:
-                raise ValueError(
-                    f"{found} belongs to another recipe, which differs in {', '.join(keys)}; undo that, or "
-                    "start anew with another run.out"
-                )
+        # A checkpoint of the run itself has the distilled weights in it.
+        begun = recipe.distill.steps and not saved and str(resume) == "auto"
+        self.distilled = self._saved(find_checkpoint(self.distillation, resume)) if begun else None
         self.accelerator = start_accelerator(recipe)
         self.device = self.accelerator.device
         self.main = self.accelerator.is_main_process
         check_writable(self.checkpoints, "run.out")
         self.parts = self._components()
+        if recipe.distill.steps:
+            check_distillable(self.parts.transformer, recipe)
         self._build_data()
         self._build_model()
         self.first_step = self._first_step()
         self.start = self.first_step
         if saved:
             self._restore(*saved)
+        elif self.distilled:
+            self._check_data(self.distilled[1])
         self.checkpoints.mkdir(parents=True, exist_ok=True)
+
+    def _saved(self, found: Path | None) -> tuple[dict, dict] | None:
+        """Tensors and state of a checkpoint; ValueError when it is of another recipe."""
+        if found is None:
+            return None
+        tensors, state = read_checkpoint(found)
+        keys = differing_keys(self.recipe, state["recipe"])
+        if keys:
+            raise ValueError(
+                f"{found} belongs to another recipe, which differs in {', '.join(keys)}; undo that, or "
+                "start anew with another run.out"
+            )
+        return tensors, state
 
     def _components(self) -> Components:
         return build_components(self.recipe)
@@ -176,12 +211,15 @@ class Session:
         note = Path(self.recipe.run.init_from or ".") / "continue.json"
         return json.loads(note.read_text())["step"] if self.recipe.run.init_from and note.is_file() else 0
 
-    def _restore(self, tensors: dict, state: dict) -> None:
+    def _check_data(self, state: dict) -> None:
         if state["data"] != self.fingerprint:
             raise ValueError(
                 f"the checkpoint at step {state['step']} was made with other pictures or captions than "
                 f"{self.recipe.data.path} holds now; restore them, or start anew with another run.out"
             )
+
+    def _restore(self, tensors: dict, state: dict) -> None:
+        self._check_data(state)
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(tensors["weights"][name])

@@ -59,3 +59,30 @@ def test_two_processes_equal_one(recipe_file, tmp_path):
     )  # fmt: skip
     assert again.returncode == 0, again.stderr  # as with `mhla train`, the same line goes on with the run
     assert "6 of 6 steps done" in again.stdout
+
+
+def test_two_processes_distil_like_one(adapt, stock, tmp_path):
+    options = [
+        f"model.base={stock}", "model.new_classes=true", "model.convert.block_grid=[2, 2]", "distill.steps=4",
+        "run.steps=2", "run.log_every=1", "optimizer.eps=0.01", "checkpoint.every=2",
+    ]  # fmt: skip
+    done = launch(adapt("pair"), *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run(adapt("single"), options)
+    for folder, step in (("distillation", 4), ("checkpoints", 2)):
+        pair, single = (
+            load_file(tmp_path / kind / folder / f"step-{step:08d}" / "weights.safetensors")
+            for kind in ("pair", "single")
+        )
+        for key, value in single.items():
+            torch.testing.assert_close(pair[key], value, rtol=1e-4, atol=1e-6)
+    pair, single = (
+        [
+            json.loads(line)["layers"]
+            for line in (tmp_path / kind / "distillation.jsonl").read_text().splitlines()
+        ]
+        for kind in ("pair", "single")
+    )
+    assert len(pair) == len(single) == 4
+    for left, right in zip(pair, single, strict=True):
+        assert left == pytest.approx(right, rel=1e-4)

@@ -39,8 +39,8 @@ def runs(tmp_path_factory):
     original = [*common, *SMALL, f"run.out={folder}/original"]
     run(RECIPES / "dit-emoji.toml", [*original, "run.steps=4"])
     adaptation = [*common, f"model.base={folder}/original/pipeline", "run.first_step=4", "run.steps=8"]
-    for train in ("all", "mixing"):
-        changes = [f'model.train="{train}"', f"run.out={folder}/{train}"]
+    for name, train, steps in (("all", "all", 0), ("mixing", "mixing", 0), ("warm", "all", 4)):
+        changes = [f'model.train="{train}"', f"run.out={folder}/{name}", f"distill.steps={steps}"]
         run(RECIPES / "dit-emoji-mhla.toml", [*adaptation, *changes])
     run(RECIPES / "dit-emoji.toml", [*original, "run.steps=8"], resume="auto")
     return folder
@@ -52,7 +52,7 @@ def call(program, monkeypatch, *arguments):
 
 
 def test_curves_and_numbers_of_both(program, runs, tmp_path, monkeypatch, capsys):
-    adapted = [runs / "all", runs / "mixing"]
+    adapted = [runs / "all", runs / "mixing", runs / "warm"]
     assert (
         call(
             program,
@@ -68,12 +68,15 @@ def test_curves_and_numbers_of_both(program, runs, tmp_path, monkeypatch, capsys
     )
     facts = json.loads((tmp_path / "x.json").read_text())
     assert facts["softmax"]["steps"] == [2, 4, 6, 8] and len(facts["softmax"]["loss"]) == 4
-    first, second = facts["adapted"]
+    first, second, warm = facts["adapted"]
+    assert warm["name"] == "MHLA, distilled for 4 steps, trained: all"
+    assert warm["distillation"]["steps"] == [2, 4] and "distillation" not in first
+    assert 0 < warm["distillation"]["error"][1] < 10
     assert first["steps"] == [6, 8] and first["name"] == "MHLA, trained: all"
     assert second["trained_parameters"] == 2 * 16 * 16
     said = first["comparison"]
     assert said["first_window_softmax"] == facts["softmax"]["loss"][2] and said["first_step"] == 4
-    for entry in (facts["softmax"], facts["converted_untrained"], first, second):
+    for entry in (facts["softmax"], facts["converted_untrained"], first, second, warm):
         assert all(0 < loss < 2 for loss in entry["unseen"].values())
     assert facts["softmax"]["unseen"] != facts["converted_untrained"]["unseen"]
     assert str(runs) not in json.dumps(facts["softmax"]["recipe"]["run"])

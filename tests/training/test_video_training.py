@@ -192,6 +192,14 @@ def test_other_ways_to_train(recipe_file, tmp_path, train):
     assert result.finished and (result.out / "adapter").is_dir() == (train != "all")
 
 
+def test_a_warm_start_of_converted_layers(recipe_file, tmp_path):
+    options = ["distill.steps=30", "distill.lr=0.005", "run.steps=1", "run.log_every=5", "sample.every=0"]
+    result = run(recipe_file(), options)
+    entries = [json.loads(line) for line in (result.out / "distillation.jsonl").read_text().splitlines()]
+    assert result.finished and entries[-1]["loss"] < 0.5 * entries[0]["loss"]
+    assert list(entries[0]["layers"]) == ["blocks.1.attn1"]
+
+
 def test_a_fresh_wan_with_a_text_encoder_of_its_own(recipe_file, tmp_path, base):
     bare = tmp_path / "bare"
     for part in ("vae", "tokenizer", "scheduler"):
