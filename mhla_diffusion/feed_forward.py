@@ -1,9 +1,9 @@
-"""The models' feed-forwards on a stock one's weights, with the same keys: what a GPU computes faster without gradients.
+"""The models' feed-forwards on a stock one's weights, with the same keys: what a GPU computes faster.
 
-In SANA's the tokens lie channels last in memory. There a 1 x 1 convolution is a matrix product, and the depthwise
-convolution with the gate behind it one pass (`ops.depthwise`). In DiT's and Wan's GELU is part of the product before
-it: the hidden channels, four times as many as the model's and more, are written once. On a CPU all of it is what the
-stock module computes, bit for bit.
+In SANA's the tokens lie channels last in memory. There a 1 x 1 convolution is a matrix product, and without gradients
+the depthwise convolution with the gate behind it is one pass (`ops.depthwise`). In DiT's and Wan's GELU is, without
+gradients, part of the product before it: the hidden channels, four times as many as the model's and more, are written
+once. On a CPU all of it is what the stock module computes, bit for bit.
 """
 
 from __future__ import annotations

@@ -27,11 +27,13 @@ settings.load_profile("default")
 @pytest.fixture(autouse=True)
 def attention_backend_of_the_process():
     """`set_attention_backend` of one model also changes what Diffusers takes for every other: put back after a test."""
-    module = sys.modules.get("diffusers.models.attention_dispatch")
+    name = "diffusers.models.attention_dispatch"
+    module = sys.modules.get(name)
     before = None if module is None else module._AttentionBackendRegistry.get_active_backend()[0]
     yield
-    if module is not None:
-        module._AttentionBackendRegistry.set_active_backend(before)
+    if module := sys.modules.get(name):  # a test may have been the first to import it
+        start = module.AttentionBackendName(module.DIFFUSERS_ATTN_BACKEND)
+        module._AttentionBackendRegistry.set_active_backend(before or start)
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,6 +1,5 @@
 """The program that scores clips of moving emoji: list, real clips, their scores, and a pipeline's."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny_wan_pipeline
 import torch
+from programs import load_program
 from tiny_wan import model
 
 from mhla_diffusion import MHLAWanPipeline
@@ -21,10 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the token grid holds only")
 
 @pytest.fixture(scope="module")
 def program():
-    spec = importlib.util.spec_from_file_location("moving_emoji_program", ROOT / "eval" / "moving_emoji.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program("eval/moving_emoji.py")
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """The plot of the operator's times is drawn from what the command writes."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from programs import load_program
 
 from mhla_diffusion.evaluation.bench_operator import bench
 
@@ -34,9 +34,7 @@ def test_a_small_picture_is_drawn(result, tmp_path):
 
 
 def test_peers_without_points_are_named():
-    spec = importlib.util.spec_from_file_location("plot_scaling", PROGRAM)
-    program = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(program)
+    program = load_program("eval/plot_scaling.py")
     rows = [
         {"shape": {"N": 1024}, "peers_ms": {"A": 1.0, "C": 1.0}, "peers_not_run": {"B": "not installed"}},
         {

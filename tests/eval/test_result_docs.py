@@ -1,10 +1,10 @@
 """The figures of speed in the documentation are those of the result files."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
+from programs import load_program
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "eval" / "results"
@@ -12,10 +12,7 @@ RESULTS = ROOT / "eval" / "results"
 
 @pytest.fixture(scope="module")
 def program():
-    spec = importlib.util.spec_from_file_location("result_docs", ROOT / "eval" / "result_docs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program("eval/result_docs.py")
 
 
 def test_the_guides_tables_are_the_result_files(program):

@@ -1,11 +1,11 @@
 """A softmax DiT, its adaptation to MHLA and the curves of both, from the shipped recipes at toy size."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 from PIL import Image
+from programs import load_program
 
 from mhla_diffusion.training import run
 
@@ -20,10 +20,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def program():
-    spec = importlib.util.spec_from_file_location("dit_adaptation", ROOT / "train" / "dit_adaptation.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program("train/dit_adaptation.py")
 
 
 @pytest.fixture(scope="module")

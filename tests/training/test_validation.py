@@ -1,4 +1,3 @@
-import importlib.util
 import json
 from pathlib import Path
 
@@ -6,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from programs import load_program
 
 from mhla_diffusion.training.components import build_components
 from mhla_diffusion.training.data import open_source
@@ -19,10 +19,7 @@ CPU = torch.device("cpu")
 
 
 def program(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "train" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_program(f"train/{name}.py")
 
 
 @pytest.fixture

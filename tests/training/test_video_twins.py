@@ -1,6 +1,5 @@
 """Twins that make videos: trained, measured by loss and by motion, and merged into one report."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 import tiny_wan_pipeline
 from PIL import Image
+from programs import load_program
 from tiny_wan import TRANSFORMER, stock_transformer
 
 from mhla_diffusion.evaluation.moving.prompted import read_prompts
@@ -42,9 +42,7 @@ every = 0
 
 @pytest.fixture
 def twins(monkeypatch):
-    spec = importlib.util.spec_from_file_location("twins_program", ROOT / "train" / "twins.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_program("train/twins.py")
     listed = list(read_prompts().values())
     few = [next(p for p in listed if p.motion == motion) for motion in ("up", "spin", "grow", "bounce")]
     monkeypatch.setattr(module, "read_prompts", lambda: {p.prompt: p for p in few})
