@@ -32,7 +32,7 @@ class Tile(NamedTuple):
     num_stages: int = 1
 
 
-TILE = Tile(8, 8, 64, 8)  # not tuned yet
+TILE = Tile(4, 16, 64, 4)  # the fastest of twelve at 32, 64 and 128 tokens a side and 2 x 2880 channels on an H200
 
 
 @triton.jit

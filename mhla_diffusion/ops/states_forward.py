@@ -54,7 +54,6 @@ def summarise_kernel(
     BN: tl.constexpr, ONE_TILE: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, MASS: tl.constexpr,
     ROWS: tl.constexpr, REVERSE: tl.constexpr, STEP: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
-    HINTS: tl.constexpr,
 ):  # fmt: skip
     """S = sum phi(x) y^T, z = sum phi(x). Program (batch, head, block, chunk of the block's tokens; value tile).
 
@@ -165,15 +164,14 @@ def summarise_kernel(
                     else:
                         rest1 += tl.sum(phi1 * row_weight[:, None], axis=0)
 
-    KEEP: tl.constexpr = "evict_last" if HINTS % 2 else ""  # until they are mixed
     state_ptr += ((batch * heads + head) * (num_blocks * chunks) + row) * (D * DV + (D if MASS else 0))
-    store_state(state_ptr, s00, 0, value_low, D, DV, BD, BV, KEEP)
+    store_state(state_ptr, s00, 0, value_low, D, DV, BD, BV)
     if TV:
-        store_state(state_ptr, s01, 0, BV, D, DV, BD, TV, KEEP)
+        store_state(state_ptr, s01, 0, BV, D, DV, BD, TV)
     if TD:
-        store_state(state_ptr, s10, BD, value_low, D, DV, TD, BV, KEEP)
+        store_state(state_ptr, s10, BD, value_low, D, DV, TD, BV)
         if TV:
-            store_state(state_ptr, s11, BD, BV, D, DV, TD, TV, KEEP)
+            store_state(state_ptr, s11, BD, BV, D, DV, TD, TV)
     if MASS:
         if tl.program_id(1) == 0:
             store_mass(
@@ -196,7 +194,7 @@ def read_out_kernel(
     BN: tl.constexpr, ONE_TILE: tl.constexpr,
     TABLE: tl.constexpr, WIDE: tl.constexpr, ROPE: tl.constexpr, NORM: tl.constexpr, DIVIDE: tl.constexpr,
     MASS: tl.constexpr, OUT_NORM: tl.constexpr, GATE: tl.constexpr, LOCAL: tl.constexpr, REVERSE: tl.constexpr,
-    STEP: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr, HINTS: tl.constexpr,
+    STEP: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out = phi(x) S [/ (phi(x) . z + eps)], [RMSNorm], [x gate], [+ local]; out (B, N, H, Dv), contiguous.
 
@@ -225,7 +223,6 @@ def read_out_kernel(
     local_ptr += batch * local_stride_b + head * local_stride_h + value_low
     out_ptr += (batch * num_tokens * heads + head) * DV + value_low
     rstd_ptr += batch * num_tokens
-    PASS: tl.constexpr = "evict_first" if HINTS // 2 else ""  # once through, past the states
     begin(PDL)
     weight0 = norm_weight_of(weight_ptr, head, 0, D, BD, NORM)
     weight1 = norm_weight_of(weight_ptr, head, BD, D, TD, NORM)
@@ -256,13 +253,13 @@ def read_out_kernel(
             slot, end, table_ptr, block, low0, low1, low2, size1, size2, block_size, num_tokens, G1, G2,
             TABLE, WIDE,
         )  # fmt: skip
-        x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD, PASS)
+        x0 = load_part(x_ptr, x_stride_n, token, real, 0, D, BD)
         if ROPE:
             cos0, sin0 = rotation(
                 rope_ptr, token, real, plane, line, column, turn00, turn01, turn02, 0, D, BD, ROPE, DOT
             )
         if TD:
-            x1 = load_part(x_ptr, x_stride_n, token, real, BD, D, TD, PASS)
+            x1 = load_part(x_ptr, x_stride_n, token, real, BD, D, TD)
         rstd = tl.load(rstd_ptr + token, mask=real, other=0.0) if NORM == 1 else 1.0
         if NORM == 2:
             rstd = square_sum(x0)
@@ -313,21 +310,21 @@ def read_out_kernel(
             if TV and BV < DV:
                 out1 = out1 * scale[:, None] * channel_weight(out_weight_ptr, BV, DV, TV)[None, :]
         if GATE:
-            gate = load_values(gate_ptr, gate_stride_n, token, real, value_low, 0, DV, BV, TV, PASS)
+            gate = load_values(gate_ptr, gate_stride_n, token, real, value_low, 0, DV, BV, TV)
             out0 = out0 * activated(gate, gate_bias, GATE, DOT)
             if TV and BV < DV:
                 out1 = out1 * activated(
-                    load_part(gate_ptr, gate_stride_n, token, real, BV, DV, TV, PASS), gate_bias, GATE, DOT
+                    load_part(gate_ptr, gate_stride_n, token, real, BV, DV, TV), gate_bias, GATE, DOT
                 )
         if LOCAL:
-            out0 += load_values(local_ptr, local_stride_n, token, real, value_low, 0, DV, BV, TV, PASS).to(
+            out0 += load_values(local_ptr, local_stride_n, token, real, value_low, 0, DV, BV, TV).to(
                 tl.float32
             )
             if TV and BV < DV:
-                out1 += load_part(local_ptr, local_stride_n, token, real, BV, DV, TV, PASS).to(tl.float32)
-        store_values(out0, out_ptr, heads * DV, token, real, value_low, 0, DV, BV, TV, PASS)
+                out1 += load_part(local_ptr, local_stride_n, token, real, BV, DV, TV).to(tl.float32)
+        store_values(out0, out_ptr, heads * DV, token, real, value_low, 0, DV, BV, TV)
         if TV and BV < DV:
-            store_part(out1, out_ptr, heads * DV, token, real, BV, DV, TV, PASS)
+            store_part(out1, out_ptr, heads * DV, token, real, BV, DV, TV)
 
 
 @triton.jit

@@ -55,7 +55,7 @@ def weighted_sum(high, low, state, total, DOT: tl.constexpr):
 def mix_kernel(
     m_ptr, state_ptr, out_ptr, stride_h, low_part, heads, rows, columns,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, TM: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
-    REVERSE: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr, HINTS: tl.constexpr,
+    REVERSE: tl.constexpr, DOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out (B, H, rows, SIZE) = m (rows, columns) states (B, H, columns, SIZE), m as `spread_kernel` leaves it.
 
@@ -89,9 +89,9 @@ def mix_kernel(
         if TM:
             high, low = coefficients_of(m_ptr, low_part, rest, column, WIDTH, DOT)
             more = weighted_sum(high, low, state, more, DOT)
-    store_mixed(mixed, out_ptr, row, rows, place, SIZE, HINTS)
+    store_mixed(mixed, out_ptr, row, rows, place, SIZE)
     if TM:
-        store_mixed(more, out_ptr, rest, rows, place, SIZE, HINTS)
+        store_mixed(more, out_ptr, rest, rows, place, SIZE)
 
 
 @triton.jit
@@ -104,12 +104,11 @@ def coefficients_of(m_ptr, low_part, row, column, WIDTH: tl.constexpr, DOT: tl.c
 
 
 @triton.jit
-def store_mixed(mixed, out_ptr, row, rows, place, SIZE: tl.constexpr, HINTS: tl.constexpr):
+def store_mixed(mixed, out_ptr, row, rows, place, SIZE: tl.constexpr):
     tl.store(
         out_ptr + row[:, None] * SIZE + place[None, :],
         mixed.to(out_ptr.dtype.element_ty),
         mask=(row < rows)[:, None] & (place < SIZE)[None, :],
-        eviction_policy="evict_last" if HINTS % 2 else "",
     )
 
 

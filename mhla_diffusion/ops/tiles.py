@@ -24,8 +24,6 @@ SIZES = [
 # ordinary units, where conversions take four times as long.
 ROUNDER = tl.constexpr(12582912.0)
 
-AS_USUAL = tl.constexpr("")  # how a load or store leaves the cache
-
 
 @triton.jit
 def rounded(x):
@@ -139,23 +137,16 @@ def part_mask(real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
-def load_part(
-    x_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
-    EVICT: tl.constexpr = AS_USUAL,
-):  # fmt: skip
+def load_part(x_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
     """Channels LOW .. LOW + PART of the tokens' rows, zero beyond WIDTH."""
     offset = token[:, None] * stride_n + (LOW + tl.arange(0, PART))[None, :]
-    return tl.load(x_ptr + offset, mask=part_mask(real, LOW, WIDTH, PART), other=0.0, eviction_policy=EVICT)
+    return tl.load(x_ptr + offset, mask=part_mask(real, LOW, WIDTH, PART), other=0.0)
 
 
 @triton.jit
-def store_part(
-    x, out_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr,
-    EVICT: tl.constexpr = AS_USUAL,
-):  # fmt: skip
+def store_part(x, out_ptr, stride_n, token, real, LOW: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
     offset = token[:, None] * stride_n + (LOW + tl.arange(0, PART))[None, :]
-    x = x.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + offset, x, mask=part_mask(real, LOW, WIDTH, PART), eviction_policy=EVICT)
+    tl.store(out_ptr + offset, x.to(out_ptr.dtype.element_ty), mask=part_mask(real, LOW, WIDTH, PART))
 
 
 @triton.jit
@@ -168,14 +159,11 @@ def value_mask(real, low, LOW: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
 
 @triton.jit
 def load_values(
-    y_ptr, stride_n, token, real, low, LOW: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr,
-    EVICT: tl.constexpr = AS_USUAL,
-):  # fmt: skip
+    y_ptr, stride_n, token, real, low, LOW: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, TV: tl.constexpr
+):
     """A program's tile of the value channels, which starts at `low`; y_ptr points there already."""
     offset = token[:, None] * stride_n + tl.arange(0, BV)[None, :]
-    return tl.load(
-        y_ptr + offset, mask=value_mask(real, low, LOW, DV, BV, TV), other=0.0, eviction_policy=EVICT
-    )
+    return tl.load(y_ptr + offset, mask=value_mask(real, low, LOW, DV, BV, TV), other=0.0)
 
 
 @triton.jit
@@ -190,11 +178,9 @@ def store_values(
     DV: tl.constexpr,
     BV: tl.constexpr,
     TV: tl.constexpr,
-    EVICT: tl.constexpr = AS_USUAL,
 ):
     offset = token[:, None] * stride_n + tl.arange(0, BV)[None, :]
-    y = y.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + offset, y, mask=value_mask(real, low, LOW, DV, BV, TV), eviction_policy=EVICT)
+    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=value_mask(real, low, LOW, DV, BV, TV))
 
 
 @triton.jit
@@ -222,12 +208,11 @@ def load_state(
 @triton.jit
 def store_state(
     state_ptr, part, LOW: tl.constexpr, value_low, D: tl.constexpr, DV: tl.constexpr, PD: tl.constexpr,
-    PV: tl.constexpr, EVICT: tl.constexpr = AS_USUAL,
+    PV: tl.constexpr,
 ):  # fmt: skip
     offset = (LOW + tl.arange(0, PD))[:, None] * DV + (value_low + tl.arange(0, PV))[None, :]
     part = part.to(state_ptr.dtype.element_ty)
-    mask = state_mask(LOW, value_low, D, DV, PD, PV)
-    tl.store(state_ptr + offset, part, mask=mask, eviction_policy=EVICT)
+    tl.store(state_ptr + offset, part, mask=state_mask(LOW, value_low, D, DV, PD, PV))
 
 
 @triton.jit

@@ -119,8 +119,8 @@ _OVERRIDES: dict[str, object] = {}
 @contextlib.contextmanager
 def override(**choices):
     """Within the block, kernels (by name) start with these configurations, and `head_group`, `chunk_count`, `angles`
-    (the kept rotation's dtype), `keep_states`, `hints` or `pdl` take these values: for tuning and for tests. Nothing is
-    replayed in it."""
+    (the kept rotation's dtype), `keep_states` or `pdl` take these values: for tuning and for tests. Nothing is replayed
+    in it."""
     before = dict(_OVERRIDES)
     _OVERRIDES.update(choices)
     try:

@@ -42,7 +42,6 @@ def launch(kernel, grid: tuple[int, ...], config, *args, **constants) -> None:
     """The one place where a kernel starts.
 
     Kernels that take PDL may, from Hopper on, start while the launch before finishes (programmatic dependent launch).
-    HINTS: 1, block states stay in L2 as long as they can; 2, what is read or written once leaves it first; 3, both.
     """
     overlap = {}
     if _generation(args[0]) >= 9:
@@ -51,8 +50,6 @@ def launch(kernel, grid: tuple[int, ...], config, *args, **constants) -> None:
             overlap = {"launch_pdl": True}
     if "PDL" in kernel.arg_names:
         constants["PDL"] = bool(overlap)
-    if "HINTS" in kernel.arg_names:
-        constants["HINTS"] = overridden("hints", 0)
     options = config._asdict() | constants
     compiled = kernel[grid](*args, **options, **overlap)
     if not replay.recording():

@@ -27,7 +27,7 @@ from mhla_diffusion.ops.machine_code import LostDescriptor, disassembled, lost_d
 from mhla_diffusion.ops.partition import grid_partition, table_partition
 from mhla_diffusion.ops.registration import triton_core
 from mhla_diffusion.ops.rotation import three_axes
-from mhla_diffusion.ops.triton_configs import dual_configs, head_parts, overridden, override
+from mhla_diffusion.ops.triton_configs import dual_configs, head_parts, override
 
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes that one program may take
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
@@ -91,8 +91,6 @@ class Compiler:
         if "PDL" in kernel.arg_names:
             constants["PDL"] = self.arch >= 90
             overlap = {"launch_pdl": self.arch >= 90}
-        if "HINTS" in kernel.arg_names:
-            constants["HINTS"] = overridden("hints", 0)
         try:
             binary = kernel.warmup(*args, grid=grid, **config._asdict(), **overlap, **constants)
         except Exception as error:
@@ -167,8 +165,6 @@ def a_few(arch: int) -> None:
     attend_with_steps(BFLOAT16, LONG, 128)
     attend(BFLOAT16, LONG, 32, heads=8, fused=True)
     attend_in_video(BFLOAT16, 128, "none")
-    with override(hints=3):
-        attend_in_video(BFLOAT16, 128, "none")
 
 
 def every_option(dims: list[int]) -> None:

@@ -147,14 +147,6 @@ def test_heads_in_groups_give_the_same(make_call):
         assert all(torch.equal(x, expected[name]) for name, x in call.run("triton").items())
 
 
-@pytest.mark.parametrize("hints", [1, 2, 3])
-def test_hints_for_the_cache_give_the_same(make_call, hints):
-    call = make_call((3, 5), (2, 2), 8, heads=2, rope=True, normalizer="none")
-    expected = call.run("triton")
-    with triton_configs.override(hints=hints):
-        assert all(torch.equal(x, expected[name]) for name, x in call.run("triton").items())
-
-
 @pytest.mark.parametrize("heads", [1, 6, 12, 16])
 def test_head_groups_divide_the_heads(heads):
     assert all(heads % triton_configs.head_group(heads, size) == 0 for size in (1, 5 << 20, 1 << 30))
