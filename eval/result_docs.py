@@ -163,10 +163,6 @@ def images_compiled() -> str:
     return table(IMAGE_TITLES, image_lines("image_models_h200.json", "forward", "compiled"))
 
 
-def images_fused() -> str:
-    return table(IMAGE_TITLES, image_lines("image_models_fused_h200.json", "forward", "compiled"))
-
-
 def images_eager() -> str:
     return table(IMAGE_TITLES, image_lines("image_models_h200.json", "forward", "eager"))
 
@@ -206,9 +202,24 @@ def video() -> str:
     return table(["video", *VIDEO_VARIANTS.values(), "stock / MHLA", "GB, MHLA / stock"], lines)
 
 
+def whole_calls() -> str:
+    """What all steps of a call take, extrapolated from those that were measured."""
+    result = result_of("wan_pipeline_h200.json")
+    faster = result["times_faster_than_stock"]
+    lines = []
+    for row in result["rows"]:
+        if "error" in row:
+            continue
+        whole = row["extrapolated"]
+        parts = [f"{whole[part]:.1f}" for part in ("transformer_s", "vae_decode_s", "rest_s", "total_s")]
+        ratio = faster.get(row["name"])
+        lines.append([row["name"], *parts, f"{ratio['whole']:.2f}x" if ratio else "", f"{row['peak_gb']:.1f}"])
+    return table(["transformer", "steps", "decoding", "rest", "a video", "stock / it", "GB"], lines)
+
+
 TABLES = {
     "rows": rows, "scaling": scaling, "forms": forms, "counters": counters, "images compiled": images_compiled,
-    "images fused": images_fused, "images eager": images_eager, "images train": images_train, "video": video,
+    "images eager": images_eager, "images train": images_train, "video": video, "whole calls": whole_calls,
 }  # fmt: skip
 
 
