@@ -241,6 +241,16 @@ def speedups(rows: list[dict]) -> dict:
     }
 
 
+def kept_of(out: Path, start: dict) -> list[dict]:
+    """Rows that an earlier call measured with the same device, versions and settings."""
+    if not out.is_file():
+        return []
+    found = json.loads(out.read_text(encoding="utf-8"))
+    if any(found.get(name) != start[name] for name in ("device", "versions", "settings")):
+        raise ValueError(f"{out} holds rows of another device, version or setting: give another file")
+    return [row for row in found["rows"] if "error" not in row]
+
+
 def run(
     out: Path,
     *,
@@ -253,7 +263,7 @@ def run(
     device: str = "auto",
     progress: Callable[[str], None] = print,
 ) -> dict:
-    """Measure what fits into the time, writing the JSON file `out` after every row.
+    """Measure what fits into the time, writing the JSON file `out` after every row; rows that it holds already stay.
 
     Args:
         size: frames, height and width of the video in pixels.
@@ -264,7 +274,8 @@ def run(
         minutes: no row begins after this time.
         device: "auto", "cuda", "cuda:N", or "cpu", which tries the program on tiny models.
 
-    Raises ValueError for a row that does not exist, or too few steps.
+    Raises ValueError for a row that does not exist, too few steps, or a file with rows of another device, version or
+    setting.
     """
     names = [row.name for row in ROWS]
     for name in rows:
@@ -279,10 +290,10 @@ def run(
     end = time.monotonic() + 60 * minutes
     result = {**about(where), "settings": settings_of(size, steps, guidance, eager, how)}
     result["versions"] = result["versions"] | {"diffusers": diffusers.__version__}
-    result |= {"rows": [], "left_out": [], "times_faster_than_stock": {}}
+    result |= {"rows": kept_of(out, result), "left_out": [], "times_faster_than_stock": {}}
     out.parent.mkdir(parents=True, exist_ok=True)
     for row in ROWS:
-        if rows and row.name not in rows:
+        if (rows and row.name not in rows) or any(row.name == done["name"] for done in result["rows"]):
             continue
         if time.monotonic() > end:
             result["left_out"].append(row.name)
@@ -293,7 +304,7 @@ def run(
             facts |= measure(row, size, steps, guidance, how, not eager)
         except Exception as error:  # a row that fails must not cost the others' measurements
             facts["error"] = f"{type(error).__name__}: {error}"[:500]
-        result["rows"].append(facts)
+        result["rows"] = sorted([*result["rows"], facts], key=lambda each: names.index(each["name"]))
         progress(as_line(facts))
         released(where, keep_compiled=True)  # rows share it
         result["times_faster_than_stock"] = speedups(result["rows"])

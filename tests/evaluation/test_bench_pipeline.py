@@ -39,6 +39,18 @@ def test_rows_hold_the_parts_of_a_call_and_the_extrapolated_whole(tmp_path):
     assert "times faster than stock" in lines[-1]
 
 
+def test_a_later_call_adds_rows_and_measures_none_twice(tmp_path):
+    out = tmp_path / "w.json"
+    (full,) = run(out, rows=("full",), steps=3, eager=True, device="cpu", progress=quiet)["rows"]
+    result = run(out, rows=("stock", "full"), steps=3, eager=True, device="cpu", progress=quiet)
+    assert [row["name"] for row in result["rows"]] == ["stock", "full"]
+    assert result["rows"][1] == json.loads(json.dumps(full)) and set(result["times_faster_than_stock"]) == {
+        "full"
+    }
+    with pytest.raises(ValueError, match="holds rows of another device, version or setting"):
+        run(out, rows=("hybrid",), steps=4, eager=True, device="cpu")
+
+
 def test_without_guidance_a_step_is_one_call_and_layers_are_compiled(tmp_path, monkeypatch):
     compiled = torch.compile
     monkeypatch.setattr(
