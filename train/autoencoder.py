@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from mhla_diffusion.training.autoencoder import run
+from mhla_diffusion.training.autoencoder_kinds import run
 
 
 def main() -> int:

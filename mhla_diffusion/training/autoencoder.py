@@ -1,9 +1,10 @@
 """Train a small autoencoder on the emoji set: the latent space in which the toy pipelines diffuse.
 
 Here is what all of them share, and the one for pictures, Diffusers' deep-compression autoencoder (DC-AE, arXiv
-2410.10733) at toy size; the one for clips is in `video_autoencoder.py`. There is no KL term, so two mild pressures keep
-latents easy to diffuse: noise of a fixed size is added to the latent before decoding, which makes nearby latents decode
-alike, and a small L2 penalty stops the encoder from escaping that noise by growing.
+2410.10733) at toy size; the one for clips is in `video_autoencoder.py`, and `autoencoder_kinds.py` runs a recipe.
+There is no KL term, so two mild pressures keep latents easy to diffuse: noise of a fixed size is added to the latent
+before decoding, which makes nearby latents decode alike, and a small L2 penalty stops the encoder from escaping that
+noise by growing.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ import torch.nn.functional as F
 from diffusers import AutoencoderDC
 from diffusers.training_utils import EMAModel
 from torch import Tensor, nn
-
-from .recipe import read_table
 
 
 @dataclass
@@ -300,18 +299,3 @@ def train_autoencoder(recipe: AutoencoderRecipe, sprites: Tensor, validation: Te
         "scaling_factor": autoencoder.config.scaling_factor,
     }
     return save(recipe, autoencoder, done, facts, device)
-
-
-def run(recipe_path: str, overrides: list[str] | None = None, device: str | None = None) -> dict:
-    """Read a recipe and train. ``device``: cuda when there is one, unless named."""
-    from .emoji import load_sprites  # sprites are only one source: keep the loop free of it
-
-    recipe = read_table(recipe_path, AutoencoderRecipe, overrides or [])
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if recipe.kind == "clips":
-        from .video_autoencoder import train_video_autoencoder
-
-        return train_video_autoencoder(recipe, device)
-    train, val = (load_sprites(recipe.data, splits=[name]) for name in ("train", "val"))
-    sprites, unseen = (torch.as_tensor(part.rgba).permute(0, 3, 1, 2).contiguous() for part in (train, val))
-    return train_autoencoder(recipe, sprites, on_white(unseen), device)

@@ -7,7 +7,8 @@ import torch
 from diffusers import AutoencoderDC
 
 from mhla_diffusion.training import autoencoder
-from mhla_diffusion.training.autoencoder import AutoencoderRecipe, augment, on_white, psnr, run
+from mhla_diffusion.training.autoencoder import AutoencoderRecipe, augment, on_white, psnr
+from mhla_diffusion.training.autoencoder_kinds import run
 from mhla_diffusion.training.recipe import read_table
 
 RECIPE = "train/recipes/autoencoder-emoji.toml"

@@ -8,7 +8,8 @@ from diffusers import AutoencoderKLWan
 from safetensors.torch import load_file
 
 from mhla_diffusion.training import autoencoder
-from mhla_diffusion.training.autoencoder import AutoencoderRecipe, reconstruction_loss, run
+from mhla_diffusion.training.autoencoder import AutoencoderRecipe, reconstruction_loss
+from mhla_diffusion.training.autoencoder_kinds import run
 from mhla_diffusion.training.moving_emoji import MovingEmoji
 from mhla_diffusion.training.recipe import read_table
 from mhla_diffusion.training.video_autoencoder import (

@@ -72,7 +72,8 @@ def add_run_options(parser) -> None:
 def run_file(args: argparse.Namespace) -> int:
     """`mhla eval run --protocol`: writes result.json, result.md and grid.png into the folder --out."""
     protocol = load_protocol(args.protocol_file)
-    from .scorers import Inputs, check_protocol
+    from .inputs import Inputs
+    from .scorers import check_protocol
 
     check_protocol(protocol)
     out = folder_of(args)

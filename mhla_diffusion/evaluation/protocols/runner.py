@@ -9,9 +9,10 @@ from collections.abc import Callable
 from ...provenance import DISTRIBUTIONS, versions
 from ..faults import MissingWeights
 from .drawn import drawn_with
+from .inputs import Inputs
 from .running import check_samples
 from .schema import Part, Protocol
-from .scorers import Inputs, Lack, Scorer, check_protocol, lacks
+from .scorers import Lack, Scorer, check_protocol, lacks
 
 SCHEMA = 1
 FAILED = 4  # exit status: some part failed, the others are in the result

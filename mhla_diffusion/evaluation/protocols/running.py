@@ -7,8 +7,8 @@ from pathlib import Path
 from ..faults import InsufficientSamples, ReferenceMismatch
 from ..image_protocols import PROTOCOLS
 from ..text_image.protocols import TEXT_IMAGE_PROTOCOLS
+from .inputs import VBENCH_TOTALS, Inputs, listed, optional
 from .schema import Part, Protocol, Unreadable
-from .scorers import VBENCH_TOTALS, Inputs, listed, optional
 
 
 def open_samples(protocol: Protocol, inputs: Inputs):
