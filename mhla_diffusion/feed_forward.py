@@ -16,6 +16,7 @@ from diffusers.models.transformers.sana_transformer import GLUMBConv
 from diffusers.models.transformers.transformer_sana_video import GLUMBTempConv
 from torch import nn
 
+from .ops.backends import is_plain_call
 from .ops.depthwise import gated_depthwise
 
 __all__ = ["GatedConvFeedForward", "GatedTemporalConvFeedForward", "with_gelu_in_the_product"]
@@ -45,12 +46,9 @@ class GELULinear(nn.Linear):
 
     def fuses(self, x: torch.Tensor) -> bool:
         """Whether one kernel computes it: on CUDA, with plain weights that need no cast, without gradients."""
-        parts = (x, self.weight, self.bias)
-        if not x.is_cuda or x.numel() == 0 or self.bias is None or type(self.weight) is not nn.Parameter:
+        if not x.is_cuda or x.numel() == 0 or self.bias is None:
             return False
-        if torch.is_grad_enabled() and any([part.requires_grad for part in parts]):
-            return False
-        return all([(part.dtype, part.device) == (x.dtype, x.device) for part in parts])
+        return is_plain_call(x, self.weight, self.bias)
 
 
 class GELUInTheProduct(GELU):
@@ -80,8 +78,8 @@ class PointwiseConv2d(nn.Conv2d):
     """A 1 x 1 convolution, on a GPU as the matrix product that it is."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.is_cuda:
-            return super().forward(x)
+        if not x.is_cuda or type(self.weight) not in (torch.Tensor, nn.Parameter):
+            return super().forward(x)  # as a quantised weight knows it
         return F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 

@@ -8,6 +8,8 @@ from diffusers.models.attention import FeedForward
 from diffusers.models.transformers.sana_transformer import GLUMBConv
 from diffusers.models.transformers.transformer_sana_video import GLUMBTempConv
 from peft import LoraConfig, inject_adapter_in_model
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mhla_diffusion.feed_forward import (
     GatedConvFeedForward,
@@ -83,6 +85,36 @@ def test_an_adapter_before_gelu_acts_as_on_the_stock_one():
 def test_other_activations_keep_the_stock_module(activation):
     stock = FeedForward(8, activation_fn=activation)
     assert with_gelu_in_the_product(stock) is stock
+
+
+class Operators(TorchDispatchMode):
+    """Names of what torch is asked to compute inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function._overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
+def test_weights_that_are_no_plain_tensors_get_the_operators_that_they_know(kind, options):
+    """Quantised ones on a GPU; stood in for by tensors without values, another subclass that says it is on a GPU."""
+    stock_class, ours_class, shape = KINDS[kind]
+    found = []
+    with FakeTensorMode(), torch.device("cuda"):
+        stock, x = stock_class(8, 8, 2.5, **options), torch.randn(shape)
+        ours = with_gelu_in_the_product(stock) if ours_class is None else ours_class.of(stock)
+        for part in (stock, ours):
+            with Operators() as seen:
+                part(x)
+            found.append(
+                {"convolution", "addmm", "gelu", "_addmm_activation", "gated_depthwise"} & seen.names
+            )
+    assert found[0] == found[1] in ({"convolution"}, {"addmm", "gelu"})
 
 
 @pytest.mark.gpu

@@ -9,7 +9,8 @@ import torch
 from torch.autograd import forward_ad
 
 __all__ = [
-    "BACKENDS", "MAX_HEAD_DIM", "choose_backend", "explain", "refuse_rotation_gradients", "refuse_tangents",
+    "BACKENDS", "MAX_HEAD_DIM", "choose_backend", "explain", "is_plain_call", "refuse_rotation_gradients",
+    "refuse_tangents",
 ]  # fmt: skip
 
 BACKENDS = ("auto", "triton", "eager", "reference")
@@ -84,6 +85,26 @@ def explain(
         device = torch.device(q_or_device)
     name, reason = choose_backend(backend, device, dtype or torch.float32, head_dim or 64)
     return f"{name}: {reason}"
+
+
+def is_plain_call(x: torch.Tensor, *weights: torch.Tensor | None) -> bool:
+    """Whether a kernel that has no gradients and casts nothing may compute a call in torch's place.
+
+    Gradients and tangents (jvp) are not wanted, autocast is off, and all are plain tensors of one dtype and
+    device: quantised weights and those of a distributed model are subclasses. x lies on a device that has autocast.
+    """
+    tensors = [x, *[weight for weight in weights if weight is not None]]
+    if forward_ad._current_level >= 0 or torch.is_autocast_enabled(x.device.type):
+        return False
+    if torch.is_grad_enabled() and any([each.requires_grad for each in tensors]):
+        return False
+    return all(
+        [
+            type(each) in (torch.Tensor, torch.nn.Parameter)
+            and (each.dtype, each.device) == (x.dtype, x.device)
+            for each in tensors
+        ]
+    )
 
 
 def refuse_tangents(tensors: tuple[torch.Tensor, ...], instead: str) -> None:

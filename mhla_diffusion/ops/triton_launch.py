@@ -91,16 +91,15 @@ def _configuration_fails(error: Exception) -> bool:
     return False
 
 
-def _warn_once(x: torch.Tensor, value_dim: int, outcome: str, error: Exception | None) -> None:
-    key = (str(x.device), x.dtype, x.shape[-1], value_dim, outcome)
+def _warn_once(x: torch.Tensor, what: str, outcome: str, error: Exception | None) -> None:
+    key = (str(x.device), x.dtype, what, outcome)
     if key in _warned:
         return
     gpu = torch.cuda.get_device_name(x.device) if x.is_cuda else f"Triton's interpreter on {x.device}"
     fault = f"need more than {gpu} has" if isinstance(error, OutOfResources) else f"do not compile for {gpu}"
     text = " ".join(str(error).split())[:300]
     warnings.warn(
-        f"the MHLA kernels at head dims {x.shape[-1]} and {value_dim} in {x.dtype} {fault} "
-        f"(Triton {triton.__version__}: {text}): continuing with {outcome}",
+        f"the {what} in {x.dtype} {fault} (Triton {triton.__version__}: {text}): continuing with {outcome}",
         stacklevel=2,
     )
     _warned.add(key)  # last: a warning that was made an error stays one
@@ -116,12 +115,20 @@ def states_configs(name: str, x: torch.Tensor, value_dim: int, part: Partition) 
 
 
 def start_first_fitting(
-    name: str, x: torch.Tensor, value_dim: int, configs: tuple, options: tuple, start: Callable
+    name: str,
+    x: torch.Tensor,
+    value_dim: int,
+    configs: tuple,
+    options: tuple,
+    start: Callable,
+    what: str = "",
 ) -> bool:
     """Start a kernel with the first configuration that works. False: none does, so plain torch has to do it.
 
     options: what else the kernel is compiled for, so that one variant's failure does not slow the others down.
+    what: the kernels' name in warnings, in the plural; MHLA's at these head dims unless given.
     """
+    what = what or f"MHLA kernels at head dims {x.shape[-1]} and {value_dim}"
     key = (name, x.device, x.dtype, x.shape[-1], value_dim, configs[0], options)
     error = None
     for step in range(_step.get(key, 0), len(configs)):
@@ -137,10 +144,10 @@ def start_first_fitting(
             if not isinstance(
                 error, LostDescriptor
             ):  # no fault of the GPU, and nobody can do anything about it
-                _warn_once(x, value_dim, "a smaller launch configuration", error)
+                _warn_once(x, what, "a smaller launch configuration", error)
             _step[key] = step
         return True
-    _warn_once(x, value_dim, "plain torch", error)
+    _warn_once(x, what, "plain torch", error)
     _step[key] = len(configs)
     replay.spoil()
     return False

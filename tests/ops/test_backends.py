@@ -9,6 +9,7 @@ import torch
 
 from mhla_diffusion.mixing import initial_mixing
 from mhla_diffusion.ops import backends, explain, mhla_attention
+from mhla_diffusion.ops.backends import is_plain_call
 
 
 def test_explain_names_the_backend_and_the_reason(device):
@@ -78,3 +79,45 @@ def test_operators_need_neither_diffusers_nor_triton():
         [sys.executable, "-c", program], env={**os.environ, **hidden}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+class Wrapped(torch.Tensor):
+    """As quantised weights are."""
+
+
+def test_a_kernel_without_gradients_takes_calls_that_want_nothing_else():
+    x, weight, bias = torch.randn(2, 3), torch.nn.Parameter(torch.randn(4, 3)), torch.randn(4)
+    with torch.no_grad():
+        assert is_plain_call(x, weight, bias) and is_plain_call(x, weight, None)
+    with torch.inference_mode():
+        assert is_plain_call(x, weight)
+    assert is_plain_call(x, weight.detach(), bias)
+    assert not is_plain_call(x, weight, bias)  # a gradient
+    assert not is_plain_call(x.requires_grad_(), weight.detach())
+    x = x.detach()
+    with torch.no_grad():
+        assert not is_plain_call(x, weight.bfloat16()) and not is_plain_call(x, weight, bias.double())
+        assert not is_plain_call(x, weight.to("meta"))
+        assert not is_plain_call(x, weight.data.as_subclass(Wrapped))
+        assert not is_plain_call(x, torch.nn.Parameter(weight.data.as_subclass(Wrapped)))
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not is_plain_call(x, weight, bias)
+
+        def tangent_of(x):
+            assert not is_plain_call(x, weight, bias)
+            return x
+
+        torch.func.jvp(tangent_of, (x,), (x,))
+
+
+def test_the_question_breaks_no_graph():
+    def choose(x, weight):
+        return x + 1 if is_plain_call(x, weight) else x
+
+    compiled = torch.compile(choose, fullgraph=True, backend="eager")
+    x, weight = torch.zeros(2), torch.nn.Parameter(torch.zeros(2))
+    assert compiled(x, weight).sum() == 0
+    with torch.no_grad():
+        assert compiled(x, weight).sum() == 2
+        with torch.autocast("cpu", torch.bfloat16):
+            assert compiled(x, weight).sum() == 0

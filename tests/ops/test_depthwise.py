@@ -3,8 +3,9 @@
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from triton.runtime.errors import OutOfResources
 
-from mhla_diffusion.ops import depthwise_kernel
+from mhla_diffusion.ops import depthwise_kernel, triton_launch
 from mhla_diffusion.ops.depthwise import gated_depthwise, gated_depthwise_op, gated_depthwise_reference
 
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -70,6 +71,23 @@ def test_offsets_of_64_bits(device, monkeypatch):
 def test_the_operator_keeps_torchs_rules(device):
     x, weight, bias = inputs(device)
     torch.library.opcheck(gated_depthwise_op, (x.permute(0, 2, 3, 1), weight, bias))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_torch_takes_over_with_one_warning_where_the_kernel_cannot_run(device, monkeypatch, recwarn, bias):
+    def never_fits(*args, **constants):
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(triton_launch, "launch", never_fits)
+    monkeypatch.setattr(triton_launch, "_step", {})
+    monkeypatch.setattr(triton_launch, "_warned", set())
+    arguments = inputs(device, channels=11, bias=bias)  # a width that no other test has: nothing is replayed
+    for _ in range(2):
+        got = kernel(*arguments)
+        assert error(got, truth(*arguments)) < 1e-6 and got.is_contiguous(memory_format=torch.channels_last)
+    (message,) = [str(w.message) for w in recwarn.list if "depthwise" in str(w.message)]
+    assert "gated depthwise convolution of 22 channels in torch.float32" in message
+    assert message.endswith("continuing with plain torch") and "\n" not in message
 
 
 def test_gradients_are_those_of_the_convolution(device):
