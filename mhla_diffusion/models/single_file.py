@@ -51,8 +51,9 @@ def load_single_file(
     if stored is not None and "mhla_block_grid" in stored:
         chosen.setdefault("block_grid", stored["mhla_block_grid"])
     check_sum(path)
+    tensors = open_tensors(path, weights)
     try:
-        plan = make_plan([open_tensors(path, weights)], stored, given=given | options, **chosen)
+        plan = make_plan([tensors], stored, given=given | options, **chosen)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(plan.model, cls):
