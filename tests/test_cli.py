@@ -172,10 +172,21 @@ def test_train_runs_a_recipe_and_goes_on(folder, here, capsys):
     (here / "recipe.toml").write_text(f'{RECIPE}size = 32\n[model]\nbase = "{folder}"\n')
     line = ["train", "recipe.toml", "--set", "run.batch_size=2", "run.device=cpu"]
     assert main([*line, "run.steps=1"]) == 0
+    assert "images/s" in capsys.readouterr().err
     assert main(line) == 0
     assert "2 of 2 steps done" in capsys.readouterr().out
     assert main([*line, "--resume", "none"]) == 2
     assert main(["generate", "red", "--pipeline", "runs/x/pipeline", "--device", "cpu"]) == 0
+
+
+def test_imports_for_training_are_no_work_for_the_garbage_collector(folder, here):
+    (here / "recipe.toml").write_text(f'{RECIPE}size = 32\n[model]\nbase = "{folder}"\n')
+    result = run_python(
+        "import gc\n"
+        "from mhla_diffusion.cli import main\n"
+        "print(main(['train', 'recipe.toml']), gc.isenabled(), gc.get_freeze_count() > 100_000)\n"
+    )
+    assert result.stdout == "2 True True\n", result.stderr
 
 
 def test_a_traceback_is_shown_when_asked_for(here):

@@ -53,14 +53,19 @@ class Sprites:
         return Sprites(self.rgba[indices], [self.records[i] for i in indices])
 
 
-def load_sprites(path: str | Path, splits: str | Sequence[str] | None = None) -> Sprites:
+def load_sprites(
+    path: str | Path,
+    splits: str | Sequence[str] | None = None,
+    styles: Sequence[str] | None = None,
+) -> Sprites:
     """Reads a set written by ``train/build_emoji.py``, wholly in memory.
 
     Args:
         splits: one or some of train, val, heldout; None for all.
+        styles: names of drawing styles; None for all.
 
     Raises:
-        ValueError: the file is missing or broken, or holds nothing of a split; or a split is unknown.
+        ValueError: the file is missing or broken, or holds nothing of a split or style; or a split is unknown.
     """
     path = Path(path)
     wanted = SPLITS if splits is None else (splits,) if isinstance(splits, str) else tuple(splits)
@@ -77,14 +82,15 @@ def load_sprites(path: str | Path, splits: str | Sequence[str] | None = None) ->
         for i in range(facts["images"]):
             record = json.loads(files[f"{i:06d}.json"])
             webp = files[f"{i:06d}.webp"]
-            if record["split"] in wanted:
+            if record["split"] in wanted and (styles is None or record["style"] in styles):
                 records.append(record)
                 pictures.append(_decode(webp, facts["size"]))
     except (tarfile.TarError, OSError, KeyError, TypeError, ValueError) as fault:
         hint = f"{path} is not a whole emoji set ({fault}); build it with: {BUILD_HINT}"
         raise ValueError(hint) from fault
     if not records:
-        raise ValueError(f"{path} holds no drawing of {', '.join(wanted)}; it has {facts['splits']}")
+        drawn = "" if styles is None else f" in the styles {', '.join(styles)}"
+        raise ValueError(f"{path} holds no drawing of {', '.join(wanted)}{drawn}; it has {facts['splits']}")
     return Sprites(np.stack(pictures), records)
 
 

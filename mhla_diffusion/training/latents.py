@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from tqdm import tqdm
 
 from .checkpoint import write_folder
 from .components import Components
 from .config import DataConfig
 from .data import Captions, PictureSource
 from .losses import makes_videos
+from .transfer import Gathered, upload
 
 _FORMAT = "1"  # part of every cache key; raise it when the encoding or the layout changes
 
@@ -35,32 +38,47 @@ class LatentSet:
 
 
 def encode_pixels(vae: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
-    """uint8 `(B, 3, H, W)` or `(B, 3, F, H, W)` -> float32 latents `(B, C, ...)` as the transformer sees them."""
-    images = pixels.to(next(vae.parameters()).device).float() / 127.5 - 1
-    encoded = vae.encode(images.to(next(vae.parameters()).dtype))
+    """uint8 `(B, 3, H, W)` or `(B, 3, F, H, W)` -> float32 latents `(B, C, ...)` as the transformer sees them.
+
+    The autoencoder computes in its own dtype, which is float32 as `load_vae` gives it, never under autocast. On CUDA,
+    convolutions use TF32 where `torch.backends.cudnn.allow_tf32` says so (torch's default), matrix products where
+    `run.tf32` does. Nothing here waits for the device.
+    """
+    weight = next(vae.parameters())
+    images = upload(pixels, weight.device) if pixels.device.type == "cpu" else pixels.to(weight.device)
+    encoded = vae.encode((images.float() / 127.5 - 1).to(weight.dtype))
     latents = encoded.latent if hasattr(encoded, "latent") else encoded.latent_dist.mode()
     mean, std = getattr(vae.config, "latents_mean", None), getattr(vae.config, "latents_std", None)
     if mean is None or std is None:
         return latents.float() * vae.config.scaling_factor
     shape = (1, -1, *[1] * (latents.ndim - 2))
-    mean, std = (torch.tensor(x, device=latents.device).view(shape) for x in (mean, std))
+    mean, std = (upload(torch.tensor(x).view(shape), latents.device) for x in (mean, std))
     return (latents.float() - mean) / std
 
 
 @torch.no_grad()
-def encode_source(source: PictureSource, vae: nn.Module, batch: int) -> LatentSet:
-    """Encodes every readable picture; a broken one is left out, named by a warning."""
+def encode_source(source: PictureSource, vae: nn.Module, batch: int, unit: str = "picture") -> LatentSet:
+    """Encodes every readable picture; a broken one is left out, named by a warning.
+
+    A GPU is given the next batch while it works on the one before. `unit`: what the progress bar counts.
+    """
     latents, captions = [], []
-    for bucket in source.open():
-        parts, texts = [], []
-        for start in range(0, len(bucket.captions), batch):
-            pixels, kept = bucket.read(list(range(start, min(start + batch, len(bucket.captions)))))
-            if kept:
-                parts.append(encode_pixels(vae, pixels).contiguous().cpu())  # as the cache will return them
-                texts += [bucket.captions[i] for i in kept]
-        if parts:
-            latents.append(torch.cat(parts))
-            captions.append(texts)
+    buckets = source.open()
+    total = sum(len(bucket.captions) for bucket in buckets)
+    with tqdm(total=total, desc="encoding", unit=unit, disable=None, dynamic_ncols=True) as bar:
+        for bucket in buckets:
+            count = len(bucket.captions)
+            rows, texts = Gathered(count), []
+            for start in range(0, count, batch):
+                indices = list(range(start, min(start + batch, count)))
+                pixels, kept = bucket.read(indices)
+                if kept:
+                    rows.add(encode_pixels(vae, pixels))
+                    texts += [bucket.captions[i] for i in kept]
+                bar.update(len(indices))
+            if texts:
+                latents.append(rows.whole())
+                captions.append(texts)
     if not latents:
         raise ValueError("none of the files can be read; convert them to PNG or JPEG, videos to mp4")
     return LatentSet(latents, captions)
@@ -102,7 +120,8 @@ def load_or_encode(
             warnings.warn(f"the latents in {folder} cannot be read ({error}); encoding anew", stacklevel=2)
     vae = parts.vae.to(device)
     try:
-        encoded = encode_source(source, vae, config.encode_batch)
+        unit = "clip" if makes_videos(parts.transformer) else "picture"
+        encoded = encode_source(source, vae, config.encode_batch, unit)
     finally:
         parts.vae.to("cpu")  # the loop needs the memory; sampling fetches it back
 
@@ -133,10 +152,16 @@ class CaptionTable:
     count: list[torch.Tensor]
 
 
+# Words with one space between them: Wan's clean-up, which takes longer than tokenising, leaves them as they are.
+_CLEAN = re.compile(r"[A-Za-z0-9,.'-]+(?: [A-Za-z0-9,.'-]+)*")
+
+
 def cleaned(text: str, videos: bool) -> str:
     """The clean-up that the pipelines apply: SANA's lower case, Wan's single spaces."""
     if not videos:
         return text.lower().strip()
+    if _CLEAN.fullmatch(text):
+        return text
     from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
     return prompt_clean(text)

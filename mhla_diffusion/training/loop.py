@@ -23,7 +23,7 @@ from mhla_diffusion.mixing import clip_mixings, mean_occupancy
 from .checkpoint import keep_lines, list_checkpoints, optimizer_tensors, prune, write_checkpoint
 from .config import Recipe
 from .export import draw_grid, export_adapter, export_continue, export_pipeline
-from .losses import NonFiniteLoss
+from .losses import NonFiniteLoss, makes_videos
 from .parameters import LORA, listed, schedule_factor
 from .provenance import environment, process_started
 from .randomness import derived_seed
@@ -34,7 +34,7 @@ from .warm_start import WarmStart
 
 @dataclass
 class Result:
-    """What `run` did. `images_per_second` leaves out the first log interval, which compiles."""
+    """What `run` did. `images_per_second`, clips of a set of videos, leaves out the first interval, which compiles."""
 
     out: Path
     step: int
@@ -211,7 +211,8 @@ class Training(Session):
             "minutes": (time.time() - process_started()) / 60,
         }
         if self.main:
-            bar.set_postfix_str(f"loss {self.loss:.4f}, {speed:,.0f} images/s")
+            unit = "clips" if makes_videos(self.parts.transformer) else "images"
+            bar.set_postfix_str(f"loss {self.loss:.4f}, {speed:,.0f} {unit}/s")
             with (self.out / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(entry) + "\n")
             if share > 0.5 and not getattr(self, "warned", False):

@@ -24,6 +24,7 @@ from .emoji_nouns import noun_of, noun_phrase
 from .emoji_scenes import background_phrase
 from .emoji_sources import STYLES
 from .emoji_sprites import BACKGROUNDS, Sprites, load_sprites, resized
+from .transfer import upload
 
 SPLITS = ("train", "heldout", "val")
 DEFAULT_STYLES = ("flat",)
@@ -98,10 +99,14 @@ def visible_backgrounds(rgba: np.ndarray) -> np.ndarray:
     """bool `(N, backgrounds)`: on which backgrounds each sprite `(N, S, S, 4)` uint8 can be seen as a whole."""
     visible = np.empty((len(rgba), len(CLIP_BACKGROUNDS)), bool)
     solid = rgba[..., 3] > 127
-    total = solid.sum((1, 2)).clip(1)
+    enough = SHOWN * solid.sum((1, 2)).clip(1)
+    colours = rgba[..., :3].astype(np.float32)
+    lengths = np.square(colours).sum(-1)
     for number, rgb in enumerate(CLIP_BACKGROUNDS.values()):
-        far = np.square(rgba[..., :3].astype(np.int32) - np.array(rgb)).sum(-1) > ALIKE**2
-        visible[:, number] = (far & solid).sum((1, 2)) >= SHOWN * total
+        other = np.array(rgb, np.float32)
+        # Squared distances, multiplied out: whole numbers below 2**24, so float32 has them exactly.
+        far = lengths - 2 * (colours @ other) + other @ other > ALIKE**2
+        visible[:, number] = (far & solid).sum((1, 2)) >= enough
     return visible
 
 
@@ -128,9 +133,7 @@ class ClipPlanner:
         self, sprites: Sprites, split: str = "train", *, seed: int = 0, styles: Sequence[str] = DEFAULT_STYLES
     ):
         check_split(split)
-        unknown = [style for style in styles if style not in STYLES]
-        if unknown or not styles:
-            raise ValueError(f"styles are {list(styles)}; choose from {', '.join(STYLES)}")
+        check_styles(styles)
         if seed < 0:
             raise ValueError(f"seed is {seed}; give 0 or more")
         own = [record["split"] == ("val" if split == "val" else "train") for record in sprites.records]
@@ -182,6 +185,11 @@ class ClipPlanner:
 def check_split(split: str) -> None:
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is unknown; choose from {', '.join(SPLITS)}")
+
+
+def check_styles(styles: Sequence[str]) -> None:
+    if not styles or any(style not in STYLES for style in styles):
+        raise ValueError(f"styles are {list(styles)}; choose from {', '.join(STYLES)}")
 
 
 def caption_of(record: dict, motion: str, background: str, with_style: bool = True) -> str:
@@ -243,21 +251,23 @@ class ClipPainter:
     ) -> torch.Tensor:
         """uint8 `(len(clips), 3, frames, height, width)` on the painter's device.
 
-        Drawn twice as large and averaged down, so that edges move by fractions of a pixel.
+        Drawn twice as large and averaged down, so that edges move by fractions of a pixel. On a GPU the clips are not
+        drawn yet when this returns.
         """
         count = len(clips)
-        poses = (
-            torch.from_numpy(np.stack([clip.pose(frames) for clip in clips])).to(self.device).flatten(0, 1)
-        )
+        poses = torch.from_numpy(np.stack([clip.pose(frames) for clip in clips]))
+        poses = upload(poses, self.device).flatten(0, 1)
         x, y, side, angle = poses.unbind(1)
         cos, sin = angle.cos() / side, angle.sin() / side
         dx, dy = 1 - 2 * x, 1 - 2 * y  # from the sprite's middle to the canvas's, where the canvas is [-1, 1]
         theta = torch.stack([cos, sin, cos * dx + sin * dy, -sin, cos, cos * dy - sin * dx], 1).view(-1, 2, 3)
-        which = torch.tensor([clip.sprite for clip in clips], device=self.device).repeat_interleave(frames)
+        which = torch.tensor([clip.sprite for clip in clips])
+        which = upload(which, self.device).repeat_interleave(frames)
         grid = F.affine_grid(theta, [len(theta), 4, 2 * height, 2 * width], align_corners=False)
         drawn = F.grid_sample(self.tiles[which], grid, align_corners=False, padding_mode="zeros")
         drawn = F.avg_pool2d(drawn, 2)
-        rgb = torch.tensor([CLIP_BACKGROUNDS[clip.background] for clip in clips], device=self.device) / 255
+        rgb = torch.tensor([CLIP_BACKGROUNDS[clip.background] for clip in clips])
+        rgb = upload(rgb, self.device) / 255
         rgb = rgb.repeat_interleave(frames, 0)[:, :, None, None]
         pixels = drawn[:, :3] + rgb * (1 - drawn[:, 3:])
         levels = (pixels.clamp(0, 1) * 255 + 0.5).to(torch.uint8)
@@ -277,7 +287,8 @@ class MovingEmoji:
         device: torch.device | str = "cpu",
     ):
         check_split(split)
-        sprites = load_sprites(path, "val" if split == "val" else "train")
+        check_styles(styles)
+        sprites = load_sprites(path, "val" if split == "val" else "train", styles)
         self.planner = ClipPlanner(sprites, split, seed=seed, styles=styles)
         self.painter = ClipPainter(self.planner.sprites, device)
 
@@ -319,12 +330,12 @@ def open_moving_emoji(
         buckets = []
         for place, size in enumerate(sizes):
             numbers = range(place * config.clips, (place + 1) * config.clips)
-            captions = [[source.planner.plan(number).caption] for number in numbers]
+            plans = source.plans(numbers)
 
-            def read(indices: list[int], size=size, numbers=numbers) -> tuple[torch.Tensor, list[int]]:
-                return source.clips([numbers[i] for i in indices], size)[0], indices
+            def read(indices: list[int], size=size, plans=plans) -> tuple[torch.Tensor, list[int]]:
+                return source.painter.paint([plans[i] for i in indices], *size), indices
 
-            buckets.append(Bucket(*size[1:], captions, read))
+            buckets.append(Bucket(*size[1:], [[plan.caption] for plan in plans], read))
         return buckets
 
     return PictureSource(make, digest.hexdigest())

@@ -1,6 +1,8 @@
 """Clips of moving emoji: the plan is a function of its number, the pixels show what the plan says."""
 
 import dataclasses
+import hashlib
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from mhla_diffusion.training.moving_emoji import (
 )
 
 SAMPLE = Path(__file__).resolve().parents[2] / "assets" / "emoji_sample.tar"
+DIGESTS = ["848bb8e829d858c0", "363fadb6517a1089", "21d2de09a8a7af77"]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,31 @@ def test_a_clip_is_a_function_of_seed_split_and_number(sprites, planner):
     other = ClipPlanner(sprites, seed=4)
     assert [other.plan(number) for number in range(40)] != plans
     assert len({plan.caption for plan in plans}) > 30
+
+
+def test_plans_stay_what_they_were():
+    """The shipped model and the published figures are of just these clips."""
+    digests = []
+    for split, styles, seed in (("train", ["flat"], 0), ("heldout", ["flat", "noto"], 3), ("val", ["3d"], 1)):
+        source = MovingEmoji(SAMPLE, split, seed=seed, styles=styles)
+        plans = source.plans(range(200))
+        records = json.dumps([plan.truth() for plan in plans])
+        digests.append(
+            hashlib.sha256(records.encode() + source.planner.sprites.rgba.tobytes()).hexdigest()[:16]
+        )
+    assert digests == DIGESTS
+
+
+def test_only_the_asked_for_styles_are_read(sprites):
+    """A clip's sprite is a place among them, so their order must be that of the file."""
+    some = load_sprites(SAMPLE, "train", ["noto", "flat"])
+    places = [i for i, record in enumerate(sprites.records) if record["style"] in ("flat", "noto")]
+    assert some.records == sprites.select(places).records
+    assert np.array_equal(some.rgba, sprites.rgba[places])
+    with pytest.raises(ValueError, match="holds no drawing of train in the styles oil, chalk; it has"):
+        load_sprites(SAMPLE, "train", ["oil", "chalk"])
+    with pytest.raises(ValueError, match="styles are \\['oil'\\]; choose from 3d"):
+        MovingEmoji(SAMPLE, styles=["oil"])
 
 
 def test_pairs_held_out_are_never_in_train(sprites):
@@ -146,6 +174,11 @@ def test_sprites_stand_out_from_their_background(planner):
     red, ball = square((220, 60, 60)), square((9, 9, 9))
     ball.rgba[..., :3] = 9
     names = list(CLIP_BACKGROUNDS)
+    colours = planner.sprites.rgba[..., None, :3].astype(np.int64)
+    squares = np.square(colours - np.array(list(CLIP_BACKGROUNDS.values()))).sum(-1)
+    solid = planner.sprites.rgba[..., 3] > 127
+    shown = ((squares > 70**2) & solid[..., None]).sum((1, 2)) >= 0.7 * solid.sum((1, 2))[:, None]
+    assert np.array_equal(visible_backgrounds(planner.sprites.rgba), shown)
     assert not visible_backgrounds(ball.rgba)[0, names.index("black")]
     assert visible_backgrounds(red.rgba)[0, names.index("dark blue")]
     assert turns_visibly(red.rgba)[0] and not turns_visibly(ball.rgba)[0]

@@ -135,9 +135,10 @@ def test_two_steps_and_two_more_equal_four_and_the_result_draws(recipe_file, tmp
     assert facts["pictures"] == 5
 
 
-def test_the_cache_holds_latents_and_captions(recipe_file, tmp_path, monkeypatch):
+def test_the_cache_holds_latents_and_captions(recipe_file, tmp_path, monkeypatch, capfd):
     options = ["sample.every=0", "run.steps=1"]
     first = run(recipe_file("first"), options)
+    assert "clips/s" in capfd.readouterr().err
     assert len(list((tmp_path / "cache").glob("*/latents.safetensors"))) == 1
     assert len(list((tmp_path / "cache").glob("*/captions.safetensors"))) == 1
     monkeypatch.setattr(latents, "encode_source", None)
