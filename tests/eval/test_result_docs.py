@@ -151,3 +151,51 @@ def test_the_guide_says_what_dit_misses_and_how_long_a_first_call_takes(program)
     (first,) = result["first_call"]
     assert first["forward_s"] < 10
     assert f"the two above take {first['forward_s'] + first['forward_backward_s']:.1f} s" in text
+
+
+def test_the_guide_of_whole_models_says_what_the_files_say(program):
+    text = program.PAGES[1].read_text(encoding="utf-8")
+    names = ("image_models", "image_profile", "feed_forward", "stock_feed_forward")
+    now, profile, parts, before = (
+        json.loads((RESULTS / f"{name}_h200.json").read_text(encoding="utf-8")) for name in names
+    )
+    rows = {row["name"]: row for row in before["images"]}
+    ratios = [
+        f"{rows[row['name']]['ours_ms'] / rows[row['name']]['stock_ms']:.2f}"
+        for row in now["rows"]
+        if (row["direction"], row["mode"]) == ("forward", "compiled")
+    ]
+    assert f"the same rows gave {', '.join(ratios[:-1])} and {ratios[-1]}" in text
+    (video,) = before["wan"]
+    assert f"480x800 took {video['variants']['full']['ms']:.0f} ms" in text
+    eager = rows["sana-0.6B-1024/forward/eager"]
+    low, high = sorted(round(eager[name]) for name in ("ours_ms", "stock_ms"))
+    assert f"both took {low} to {high} ms without the profiler" in text
+
+    (profiled,) = profile["profiles"]
+    ours, stock = (
+        (one["operators"], one["kernels"], one["device_ms"], one["wall_ms"])
+        for one in (profiled["ours"], profiled["stock"])
+    )
+    assert (
+        "ours issues {:.0f} operators and {:.0f} kernels that run for {:.0f} ms in {:.0f} ms".format(*ours)
+        in text
+    )
+    assert "stock\n{:.0f} and {:.0f} for {:.0f} ms in {:.0f} ms".format(*stock) in text
+    host = {name: part["host_ms_profiled"] for name, part in profiled["ours"]["parts"].items()}
+    theirs = sum(ms for name, ms in host.items() if not name.startswith(("self-attention", "mixing")))
+    assert 0.6 < theirs / sum(host.values()) < 0.7 and "which are stock's, take two thirds" in text
+
+    wan, dit = (
+        "{product_then_gelu_ms:.2f} and {one_kernel_ms:.2f}".format(**row)
+        for row in parts["gelu_in_the_product"][:2]
+    )
+    assert f"Wan's first product with GELU {wan}, DiT-512's {dit}" in text
+    large = next(row for row in parts["sana"] if row["pixels"] == 4096)
+    assert "{depthwise_then_gate_ms:.2f} and {one_kernel_ms:.2f}".format(**large) in text
+    assert "{pointwise_convolution_ms:.2f} and {pointwise_as_product_ms:.2f}".format(**large) in text
+    row = next(row for row in now["rows"] if row["name"] == "dit-XL/2-512/forward/compiled")
+    assert (
+        9.5 < 1e3 * (row["peak_gb"] - row["stock_peak_gb"]) < 11
+        and "The 10 MB that DiT-512 holds above" in text
+    )
