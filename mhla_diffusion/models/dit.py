@@ -71,10 +71,11 @@ class MHLADiTTransformerBlock(nn.Module):
             x = self.attn1(x, grid=grid)
         else:
             x = self.attn1(x, **(attention_kwargs or {}))
-        hidden_states = hidden_states + gate_attn * x
+        # The product first: a sum of two tensors that lie differently in memory lies as its first one.
+        hidden_states = gate_attn * x + hidden_states
 
         x = self.norm3(hidden_states) * (1 + scale_ff) + shift_ff
-        return hidden_states + gate_ff * self.ff(x)
+        return gate_ff * self.ff(x) + hidden_states
 
 
 def fetches_itself(module: nn.Module) -> bool:
@@ -275,7 +276,8 @@ class MHLADiTTransformer2DModel(
             dropped = torch.rand(batch, device=class_labels.device) < self.label_dropout
             class_labels = torch.where(dropped, self.config.num_embeds_ada_norm, class_labels)
 
-        x = self.pos_embed(hidden_states)  # (B, N, C)
+        # From the patches' convolution tokens come with channels outermost, which every layer after it would read slowly.
+        x = self.pos_embed(hidden_states).contiguous()  # (B, N, C)
         conditioning = embedded(self.transformer_blocks[0], timestep, class_labels, x)  # (B, C)
         embedder = self.transformer_blocks[0].norm1.emb
         with self.own_cache_context():

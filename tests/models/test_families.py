@@ -59,6 +59,19 @@ def test_layers_get_the_attention_they_were_given(family):
     assert added == parts | {"to_gate", "local_conv"}
 
 
+@EACH
+@torch.no_grad()
+def test_tokens_lie_in_memory_one_after_another_behind_every_layer(family):
+    """From the patches' convolution they come with channels outermost, which reads slowly all the way down."""
+    model, laid = family.model(num_layers=3).eval(), []
+    for index in range(3):
+        family.layer(model, index).register_forward_hook(
+            lambda module, arguments, tokens: laid.append(tokens.is_contiguous())
+        )
+    family.run(model)
+    assert laid == [True] * 3
+
+
 @VIDEO
 def test_the_output_norm_comes_with_the_normaliser_that_needs_it(family):
     for options, expected in (
