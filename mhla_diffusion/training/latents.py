@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from tqdm import tqdm
 from .checkpoint import write_folder
 from .components import Components
 from .config import DataConfig
-from .data import Captions, PictureSource
+from .data import Bucket, Captions, PictureSource
 from .losses import makes_videos
-from .transfer import Gathered, upload
+from .tensor_file import TensorFile, TensorsInMemory
+from .transfer import fetched, upload
 
 _FORMAT = "1"  # part of every cache key; raise it when the encoding or the layout changes
 
@@ -56,32 +58,53 @@ def encode_pixels(vae: nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     return (latents.float() - mean) / std
 
 
-@torch.no_grad()
-def encode_source(source: PictureSource, vae: nn.Module, batch: int, unit: str = "picture") -> LatentSet:
-    """Encodes every readable picture; a broken one is left out, named by a warning.
+def encode_source(
+    source: PictureSource,
+    vae: nn.Module,
+    batch: int,
+    out: TensorFile | TensorsInMemory,
+    unit: str = "picture",
+) -> list[Captions]:
+    """Encodes every readable picture into `out`, and returns the captions; a broken one is left out, with a warning.
 
-    A GPU is given the next batch while it works on the one before. `unit`: what the progress bar counts.
+    Bucket after bucket that is not empty is put into `out` as "0", "1", and so on. A GPU is given the next batch while
+    it works on the one before, and while that is put away. `unit`: what the progress bar counts.
+
+    Raises ValueError when nothing can be read.
     """
-    latents, captions = [], []
-    buckets = source.open()
+    captions: dict[int, Captions] = {}
+    for rows, (number, texts) in fetched(_encoded(source.open(), vae, batch, unit)):
+        known = captions.setdefault(number, [])
+        known += texts
+        out.append(str(len(captions) - 1), rows)
+    if not captions:
+        raise ValueError("none of the files can be read; convert them to PNG or JPEG, videos to mp4")
+    return list(captions.values())
+
+
+@torch.no_grad()
+def _encoded(
+    buckets: list[Bucket], vae: nn.Module, batch: int, unit: str
+) -> Iterator[tuple[torch.Tensor, tuple[int, Captions]]]:
+    """Latents `(n, C, ...)` on the autoencoder's device, the number of their bucket and their captions."""
     total = sum(len(bucket.captions) for bucket in buckets)
     with tqdm(total=total, desc="encoding", unit=unit, disable=None, dynamic_ncols=True) as bar:
-        for bucket in buckets:
-            count = len(bucket.captions)
-            rows, texts = Gathered(count), []
-            for start in range(0, count, batch):
-                indices = list(range(start, min(start + batch, count)))
+        for number, bucket in enumerate(buckets):
+            for start in range(0, len(bucket.captions), batch):
+                indices = list(range(start, min(start + batch, len(bucket.captions))))
                 pixels, kept = bucket.read(indices)
                 if kept:
-                    rows.add(encode_pixels(vae, pixels))
-                    texts += [bucket.captions[i] for i in kept]
+                    yield encode_pixels(vae, pixels), (number, [bucket.captions[i] for i in kept])
                 bar.update(len(indices))
-            if texts:
-                latents.append(rows.whole())
-                captions.append(texts)
-    if not latents:
-        raise ValueError("none of the files can be read; convert them to PNG or JPEG, videos to mp4")
-    return LatentSet(latents, captions)
+
+
+def _latent_set(tensors: dict[str, torch.Tensor], captions: list[Captions]) -> LatentSet:
+    return LatentSet([tensors[str(i)] for i in range(len(tensors))], captions)
+
+
+def _read(folder: Path) -> LatentSet:
+    captions = json.loads((folder / "captions.json").read_text(encoding="utf-8"))
+    return _latent_set(load_file(folder / "latents.safetensors"), captions)
 
 
 def _vae_digest(folder: Path) -> str:
@@ -113,28 +136,26 @@ def load_or_encode(
     folder = Path(config.cache) / key if config.cache else None
     if folder is not None and folder.is_dir():
         try:
-            tensors = load_file(folder / "latents.safetensors")
-            captions = json.loads((folder / "captions.json").read_text(encoding="utf-8"))
-            return LatentSet([tensors[str(i)] for i in range(len(tensors))], captions)
+            return _read(folder)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             warnings.warn(f"the latents in {folder} cannot be read ({error}); encoding anew", stacklevel=2)
     vae = parts.vae.to(device)
-    try:
-        unit = "clip" if makes_videos(parts.transformer) else "picture"
-        encoded = encode_source(source, vae, config.encode_batch, unit)
-    finally:
-        parts.vae.to("cpu")  # the loop needs the memory; sampling fetches it back
+    unit = "clip" if makes_videos(parts.transformer) else "picture"
 
     def fill(temporary: Path) -> None:
-        save_file(
-            {str(i): bucket.contiguous() for i, bucket in enumerate(encoded.latents)},
-            temporary / "latents.safetensors",
-        )
-        (temporary / "captions.json").write_text(json.dumps(encoded.captions), encoding="utf-8")
+        with TensorFile(temporary / "latents.safetensors") as out:
+            captions = encode_source(source, vae, config.encode_batch, out, unit)
+        (temporary / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
 
-    if folder is not None:
-        write_folder(folder, fill)
-    return encoded
+    try:
+        if folder is not None:
+            write_folder(folder, fill)
+            return _read(folder)
+        out = TensorsInMemory()
+        captions = encode_source(source, vae, config.encode_batch, out, unit)
+        return _latent_set(out.tensors(), captions)
+    finally:
+        parts.vae.to("cpu")  # the loop needs the memory; sampling fetches it back
 
 
 @dataclass

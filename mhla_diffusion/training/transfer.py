@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
 import torch
+
+Note = TypeVar("Note")
 
 
 def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -15,42 +20,31 @@ def upload(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class Gathered:
-    """Rows that come batch by batch, in one tensor on the CPU that is filled as they come.
+def fetched(batches: Iterable[tuple[torch.Tensor, Note]]) -> Iterator[tuple[torch.Tensor, Note]]:
+    """Tensors that are computed one by one, contiguous and on the CPU, each with what came beside it.
 
-    Rows on a GPU are fetched while it works on the next batch: `add` waits for the batch before, not for its own.
+    One on a GPU is handed out after the next has been asked for, so that the GPU has work while the host waits.
     """
+    coming = None
+    for tensor, note in batches:
+        following = _Arrival(tensor), note
+        if coming is not None:
+            yield coming[0].wait(), coming[1]
+        coming = following
+    if coming is not None:
+        yield coming[0].wait(), coming[1]
 
-    def __init__(self, capacity: int):
-        """`capacity`: the most rows there can be."""
-        self.capacity, self.count = capacity, 0
-        self._rows: torch.Tensor | None = None
-        self._coming: tuple[torch.Tensor, torch.Tensor, torch.cuda.Event] | None = None
 
-    def add(self, rows: torch.Tensor) -> None:
-        """`(n, ...)`, in shape and type as those before."""
-        if self._rows is None:
-            self._rows = torch.empty(self.capacity, *rows.shape[1:], dtype=rows.dtype)
-        place = self._rows[self.count : self.count + len(rows)]
-        self.count += len(rows)
-        if rows.device.type != "cuda":
-            place.copy_(rows)
-            return
-        pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        pinned.copy_(rows.contiguous(), non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(torch.cuda.current_stream(rows.device))
-        self._store()
-        self._coming = place, pinned, arrived
+class _Arrival:
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor, self.event = tensor.contiguous(), None
+        if tensor.device.type == "cuda":
+            here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            here.copy_(self.tensor, non_blocking=True)
+            self.tensor, self.event = here, torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(tensor.device))
 
-    def whole(self) -> torch.Tensor | None:
-        """`(rows, ...)`, contiguous; None when none came."""
-        self._store()
-        return None if self._rows is None else self._rows[: self.count]
-
-    def _store(self) -> None:
-        if self._coming is not None:
-            place, pinned, arrived = self._coming
-            arrived.synchronize()
-            place.copy_(pinned)
-            self._coming = None
+    def wait(self) -> torch.Tensor:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.tensor

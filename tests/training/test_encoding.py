@@ -13,6 +13,7 @@ from mhla_diffusion.training.config import DataConfig
 from mhla_diffusion.training.data import Bucket, PictureSource, open_source
 from mhla_diffusion.training.latents import cleaned, encode_pixels, encode_source
 from mhla_diffusion.training.moving_emoji import MovingEmoji
+from mhla_diffusion.training.tensor_file import TensorsInMemory
 
 SAMPLE = Path(__file__).resolve().parents[2] / "assets" / "emoji_sample.tar"
 
@@ -34,6 +35,12 @@ def clips_source(clips: int) -> PictureSource:
     return open_source(config, 4, seed=0, frame_factor=4)
 
 
+def encode(source: PictureSource, vae, unit: str = "picture"):
+    out = TensorsInMemory()
+    captions = encode_source(source, vae, 2, out, unit)
+    return out.tensors(), captions
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -41,26 +48,26 @@ class Terminal(io.StringIO):
 
 def test_latents_are_those_of_the_clips(vae, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
-    encoded = encode_source(clips_source(5), vae, 2, "clip")
+    latents, captions = encode(clips_source(5), vae, "clip")
     shown = sys.stderr.getvalue()
     assert "encoding" in shown and "10/10" in shown and ("clip/s" in shown or "s/clip" in shown)
     direct = MovingEmoji(SAMPLE, seed=0, styles=["flat"])
     for place, size in enumerate(((5, 16, 16), (1, 16, 16))):
         numbers = range(5 * place, 5 * place + 5)
         pixels, plans = direct.clips(numbers, size)
-        assert encoded.captions[place] == [[plan.caption] for plan in plans]
+        assert captions[place] == [[plan.caption] for plan in plans]
         images = pixels.float() / 127.5 - 1
         mean, std = (
             torch.tensor(x).view(1, -1, 1, 1, 1) for x in (vae.config.latents_mean, vae.config.latents_std)
         )
         parts = [(vae.encode(part).latent_dist.mode() - mean) / std for part in images.split(2)]
-        assert encoded.latents[place].dtype == torch.float32 and encoded.latents[place].is_contiguous()
-        assert torch.equal(encoded.latents[place], torch.cat(parts))
-    assert encoded.sizes == [5, 5]
+        assert latents[str(place)].dtype == torch.float32
+        assert torch.equal(latents[str(place)], torch.cat(parts))
+    assert list(latents) == ["0", "1"]
 
 
 def test_no_bar_where_nobody_watches(vae, capfd):
-    encode_source(clips_source(2), vae, 2)
+    encode(clips_source(2), vae)
     assert capfd.readouterr().err == ""
 
 
@@ -73,12 +80,12 @@ def test_what_cannot_be_read_leaves_no_gap(vae):
 
     empty = Bucket(8, 8, [["nothing"]], lambda indices: (pixels[:0], []))
     source = PictureSource(lambda: [empty, Bucket(8, 8, [[str(i)] for i in range(5)], read)], "")
-    encoded = encode_source(source, vae, 2)
-    assert encoded.captions == [[["0"], ["2"], ["3"]]] and encoded.sizes == [3]
-    for row, index in zip(encoded.latents[0], (0, 2, 3), strict=True):
+    latents, captions = encode(source, vae)
+    assert captions == [[["0"], ["2"], ["3"]]] and list(latents) == ["0"]
+    for row, index in zip(latents["0"], (0, 2, 3), strict=True):
         assert torch.allclose(row[None], encode_pixels(vae, pixels[index][None]), atol=1e-6)
     with pytest.raises(ValueError, match="none of the files can be read"):
-        encode_source(PictureSource(lambda: [empty], ""), vae, 2)
+        encode(PictureSource(lambda: [empty], ""), vae)
 
 
 def test_clean_captions_are_what_the_pipeline_makes_of_them():

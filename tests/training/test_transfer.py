@@ -3,33 +3,27 @@
 import pytest
 import torch
 
-from mhla_diffusion.training.transfer import Gathered, upload
+from mhla_diffusion.training.transfer import fetched, upload
 
 
-def gathered(parts, capacity):
-    rows = Gathered(capacity)
-    for part in parts:
-        rows.add(part)
-    return rows.whole()
+def test_batches_come_in_order_with_what_was_beside_them():
+    values = torch.arange(30.0).view(5, 2, 3)
+    batches = ((part.transpose(1, 2), number) for number, part in enumerate(values.split(2)))
+    tensors, notes = zip(*fetched(batches), strict=True)
+    assert notes == (0, 1, 2) and all(tensor.is_contiguous() for tensor in tensors)
+    assert torch.equal(torch.cat(tensors), values.transpose(1, 2))
+    assert list(fetched([])) == []
 
 
-@pytest.mark.parametrize("lengths", [[5], [3, 3, 1], [1, 4]])
-def test_rows_are_one_tensor_in_order(lengths):
-    values = torch.arange(sum(lengths) * 6.0).view(-1, 2, 3)
-    whole = gathered([part.transpose(1, 2) for part in values.split(lengths)], 9)
-    assert whole.is_contiguous() and torch.equal(whole, values.transpose(1, 2))
+def test_the_next_is_begun_before_one_is_handed_out():
+    begun = []
 
+    def batches():
+        for number in range(3):
+            begun.append(number)
+            yield torch.ones(1), number
 
-def test_what_was_given_may_change_afterwards():
-    part = torch.ones(2, 3)
-    rows = Gathered(4)
-    rows.add(part)
-    part.zero_()
-    assert torch.equal(rows.whole(), torch.ones(2, 3))
-
-
-def test_nothing_gathered_is_none():
-    assert Gathered(3).whole() is None
+    assert [(number, len(begun)) for _, number in fetched(batches())] == [(0, 2), (1, 3), (2, 3)]
 
 
 def test_on_the_cpu_nothing_is_copied():
@@ -41,16 +35,14 @@ def test_on_the_cpu_nothing_is_copied():
 def test_a_gpu_gives_the_same_while_it_is_busy():
     values = torch.randn(7, 64, 300)
     work = torch.randn(4096, 4096, device="cuda")
-    parts = []
 
-    def computed():
-        for part in values.split(2):
+    def batches():
+        for number, part in enumerate(values.split(2)):
             there = upload(part, "cuda")
             for _ in range(20):
                 work.copy_(work @ work / 4096)
-            parts.append(there * 2)
-            yield parts[-1].transpose(1, 2)
+            yield (there * 2).transpose(1, 2), number
 
-    whole = gathered(computed(), 7)
-    assert whole.device.type == "cpu" and whole.is_contiguous()
-    assert torch.equal(whole, values.transpose(1, 2) * 2)
+    tensors = [tensor.clone() for tensor, _ in fetched(batches())]
+    assert all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+    assert torch.equal(torch.cat(tensors), values.transpose(1, 2) * 2)
