@@ -8,7 +8,13 @@ from collections.abc import Sequence
 
 import torch
 
-from .backends import choose_backend, refuse_rotation_gradients, refuse_tangents
+from .backends import (
+    choose_backend,
+    refuse_mapped_axes,
+    refuse_rotation_gradients,
+    refuse_tangents,
+    refuse_transforms,
+)
 from .eager import eager_core, epilogue, normalise
 from .partition import Partition, grid_partition, table_partition
 from .reference import reference_attention
@@ -50,12 +56,6 @@ def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         )
     if 0 in q.shape[1:] or 0 in v.shape[1:]:
         raise ValueError(f"q has shape {tuple(q.shape)}, v {tuple(v.shape)}: only the batch may be empty")
-    if not torch.compiler.is_compiling() and any(
-        [torch._C._functorch.is_batchedtensor(x) for x in (q, k, v)]
-    ):
-        raise ValueError(
-            "mhla_attention inside torch.func.vmap: put the mapped axis into the batch axis of q, k and v"
-        )
 
 
 def _check_mixing(mixing: torch.Tensor, q: torch.Tensor, query: Partition, key: Partition) -> None:
@@ -73,6 +73,24 @@ def _check_mixing(mixing: torch.Tensor, q: torch.Tensor, query: Partition, key: 
     if mixing.device != q.device:
         raise ValueError(
             f"mixing is on {mixing.device} but q is on {q.device}: move it with mixing.to(q.device)"
+        )
+
+
+def _is_pair(x) -> bool:
+    return isinstance(x, tuple | list) and len(x) == 2 and isinstance(x[0], torch.Tensor)
+
+
+def _check_norm(name: str, norm, q: torch.Tensor) -> None:
+    if norm is None:
+        return
+    if not _is_pair(norm) or not isinstance(norm[1], int | float):
+        raise ValueError(
+            f"{name} is no pair of a weight and a number: give (weight, eps), e.g. (weight, 1e-6)"
+        )
+    if tuple(norm[0].shape) not in (tuple(q.shape[3:]), tuple(q.shape[2:])):
+        raise ValueError(
+            f"{name} has a weight of shape {tuple(norm[0].shape)}: give {tuple(q.shape[3:])} for a norm over each "
+            f"head or {tuple(q.shape[2:])} for one over all heads"
         )
 
 
@@ -98,6 +116,10 @@ def _checked_rope(name: str, rope, x: torch.Tensor, part: Partition, grid: Seque
                 f"{(len(grid), wanted[1])} (axes, head dim / 2) on {x.device}"
             )
         return three_axes(frequencies), None
+    if not _is_pair(rope) or not isinstance(rope[1], torch.Tensor):
+        raise ValueError(
+            f"{name} is no pair of tensors: give (cos, sin), each {wanted} (tokens, head dim / 2), or a GridRope"
+        )
     for part in rope:
         if tuple(part.shape) != wanted or part.device != x.device:
             raise ValueError(
@@ -236,18 +258,14 @@ def mhla_attention(
     for name, x in (("gate", gate), ("local", local)):
         if x is not None and tuple(x.shape) != out_shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}: give the output's shape {out_shape}")
+    _check_norm("query_norm", query_norm, q)
+    _check_norm("key_norm", key_norm, q)
     norms = {"query_norm": query_norm and query_norm[0], "key_norm": key_norm and key_norm[0]}
     for name, x in {**norms, "norm_weight": norm_weight, "gate": gate, "local": local}.items():
         if x is not None and x.device != q.device:  # a launch that is repeated takes any address
             raise ValueError(f"{name} is on {x.device} but q is on {q.device}: move it with .to(q.device)")
     if gate_bias is not None and gate is None:
         raise ValueError(f"gate_bias={gate_bias} without a gate: pass gate=, or leave gate_bias out")
-    for name, norm in (("query_norm", query_norm), ("key_norm", key_norm)):
-        if norm is not None and tuple(norm[0].shape) not in (tuple(q.shape[3:]), tuple(q.shape[2:])):
-            raise ValueError(
-                f"{name} has a weight of shape {tuple(norm[0].shape)}: give {tuple(q.shape[3:])} for a norm over each "
-                f"head or {tuple(q.shape[2:])} for one over all heads"
-            )
     if summary_dtype not in (None, torch.float32, torch.bfloat16):
         raise ValueError(f"summary_dtype={summary_dtype}: choose torch.float32 or torch.bfloat16")
     if form not in FORMS:
@@ -268,6 +286,9 @@ def mhla_attention(
     after = {
         "norm_weight": norm_weight, "norm_eps": norm_eps, "gate": gate, "gate_bias": gate_bias, "local": local,
     }  # fmt: skip
+    refuse_mapped_axes(
+        (q, k, v, mixing, *(rope or ()), *(key_rope or ()), *norms.values(), norm_weight, gate, local)
+    )
     if name == "triton":
         before = {"query_norm": query_norm, "key_norm": key_norm}
         return _triton(
@@ -297,9 +318,11 @@ def _triton(q, k, v, mixing, query: Partition, key: Partition, core, before, aft
 
     norms = [norm[0] for norm in before.values() if norm is not None]
     extras = [x for x in (after["norm_weight"], after["gate"], after["local"]) if x is not None]
-    refuse_tangents((q, k, v, mixing, *norms, *extras), "pass backend='reference'")
-    for rope in (core["rope"], core["key_rope"]):
-        refuse_rotation_gradients(rope, "pass backend='eager'")
+    ropes = [x for rope in (core["rope"], core["key_rope"]) for x in rope or () if x is not None]
+    inputs = (q, k, v, mixing, *ropes, *norms, *extras)
+    refuse_tangents(inputs, "pass backend='eager'")
+    refuse_rotation_gradients(ropes, "pass backend='eager'")
+    refuse_transforms(inputs)
     if not norms and not extras:
         return triton_core(q, k, v, mixing, query, key, **core, **choices)
     learning = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, mixing, *norms, *extras)])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 
 import torch
 from torch.autograd import forward_ad
 
 __all__ = [
-    "BACKENDS", "MAX_HEAD_DIM", "choose_backend", "explain", "is_plain_call", "refuse_rotation_gradients",
-    "refuse_tangents",
+    "BACKENDS", "MAX_HEAD_DIM", "choose_backend", "explain", "has_tangent", "is_plain_call",
+    "refuse_mapped_axes", "refuse_rotation_gradients", "refuse_tangents", "refuse_transforms",
 ]  # fmt: skip
 
 BACKENDS = ("auto", "triton", "eager", "reference")
@@ -107,14 +108,50 @@ def is_plain_call(x: torch.Tensor, *weights: torch.Tensor | None) -> bool:
     )
 
 
-def refuse_tangents(tensors: tuple[torch.Tensor, ...], instead: str) -> None:
-    """ValueError where one of them carries a forward-mode gradient, which the Triton kernels would drop."""
-    if forward_ad._current_level >= 0 and any(
+def has_tangent(*tensors: torch.Tensor) -> bool:
+    """Whether one of them carries a forward-mode gradient."""
+    return forward_ad._current_level >= 0 and any(
         [forward_ad.unpack_dual(x).tangent is not None for x in tensors]
-    ):
+    )
+
+
+def refuse_tangents(tensors: Sequence[torch.Tensor], instead: str) -> None:
+    """ValueError where one of them carries a forward-mode gradient, which the Triton kernels would drop."""
+    if has_tangent(*tensors):
         raise ValueError(
             "the Triton kernels have no forward-mode gradients (jvp, dual numbers), which would come out as zero: "
             f"{instead}"
+        )
+
+
+def _transformed(tensors: Sequence[torch.Tensor | None], kind: str) -> bool:
+    """Whether one of them is a `kind` ("batched", "gradtracking") tensor of torch.func, however its transforms nest."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    functorch = torch._C._functorch
+    is_kind = getattr(functorch, f"is_{kind}tensor")
+    for x in tensors:
+        while x is not None and functorch.is_functorch_wrapped_tensor(x):
+            if is_kind(x):
+                return True
+            x = functorch.get_unwrapped(x)
+    return False
+
+
+def refuse_mapped_axes(tensors: Sequence[torch.Tensor | None]) -> None:
+    """ValueError where one of them has an axis that torch.func.vmap maps over."""
+    if _transformed(tensors, "batched"):
+        raise ValueError(
+            "mhla_attention inside torch.func.vmap: put the mapped axis into the batch axis of q, k and v"
+        )
+
+
+def refuse_transforms(tensors: Sequence[torch.Tensor | None]) -> None:
+    """ValueError where torch.func asks for a gradient, which it cannot get of an operator from outside torch."""
+    if torch.is_grad_enabled() and _transformed(tensors, "gradtracking"):
+        raise ValueError(
+            "the Triton kernels have no gradients for torch.func (grad, vjp, jacrev): take torch.autograd.grad, or "
+            "pass backend='eager'"
         )
 
 

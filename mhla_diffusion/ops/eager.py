@@ -11,9 +11,11 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from .backends import has_tangent
 from .partition import Partition, layout_partition
 
 __all__ = [
+    "divided",
     "eager_core",
     "epilogue",
     "from_blocks",
@@ -98,9 +100,16 @@ def from_blocks(y: torch.Tensor, part: Partition) -> torch.Tensor:
 
 def _recorded(*tensors: torch.Tensor) -> bool:
     """Whether autograd or a compiler looks on: both want new tensors, not results written into buffers."""
-    return torch.compiler.is_compiling() or (
-        torch.is_grad_enabled() and any([x.requires_grad for x in tensors])
+    return (
+        torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and any([x.requires_grad for x in tensors]))
+        or has_tangent(*tensors)
     )
+
+
+def _learning(*tensors: torch.Tensor) -> bool:
+    """Whether backward passes of our own serve: a compiler makes its own, forward mode has none of them."""
+    return _recorded(*tensors) and not torch.compiler.is_compiling() and not has_tangent(*tensors)
 
 
 def features(x: torch.Tensor, part: Partition, feature_eps: float, dtype: torch.dtype) -> torch.Tensor:
@@ -156,9 +165,38 @@ class _Summaries(torch.autograd.Function):
 
 def summarise(turned: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """`(B, H, M, D * Dv)`: each block's summary S = sum phi v^T."""
-    learning = _recorded(turned, value) and not torch.compiler.is_compiling()
-    summary = _Summaries.apply(turned, value) if learning else turned.transpose(-1, -2) @ value
+    summary = (
+        _Summaries.apply(turned, value) if _learning(turned, value) else turned.transpose(-1, -2) @ value
+    )
     return summary.flatten(-2)
+
+
+class _Quotient(torch.autograd.Function):
+    """out / denominator. Its own backward pass, because autograd's of a product with the inverse would square it, which
+    leaves float32 at denominators of 1e-19 and of 1e19, and autograd's of a quotient takes more passes."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(out: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+        return out / denominator
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.save_for_backward(inputs[1], output)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        denominator, out = ctx.saved_tensors
+        grad = grad / denominator
+        if not ctx.needs_input_grad[1]:
+            return grad, None
+        return grad, -(grad * out).sum(dim=-1, keepdim=True)
+
+
+def divided(out: torch.Tensor, denominator: torch.Tensor) -> torch.Tensor:
+    """out (..., Dv) / denominator (..., 1)."""
+    return _Quotient.apply(out, denominator) if _learning(out, denominator) else out / denominator
 
 
 def mix_states(mixing: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -272,8 +310,7 @@ def eager_core(
         mixing = mixing.to(dtype)
         if q.device.type != "cpu" or _recorded(q, k, v, mixing):
             out, denominator = _fractions(q, k, v, mixing, query, key, **options)
-            # The gradient of a product with the inverse takes fewer passes than that of a quotient.
-            out = out if denominator is None else out * denominator.reciprocal()
+            out = out if denominator is None else divided(out, denominator)
             return from_blocks(out, query).to(out_dtype)
         whole = torch.empty(*q.shape[:3], v.shape[-1], dtype=out_dtype)
         for items, heads in _pieces(q, v):

@@ -14,6 +14,7 @@ import torch
 from ..blocks import effective_block_grid
 from .backends import choose_backend, refuse_rotation_gradients, refuse_tangents
 from .eager import (
+    divided,
     epilogue,
     features,
     from_blocks,
@@ -138,7 +139,7 @@ def triton_part(
         summary_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     weights = [norm[0] for norm in norms.values() if norm is not None]
     extras = [x for x in (after["norm_weight"], after["gate"], after["local"]) if x is not None]
-    refuse_tangents((q, k, v, mixing, *weights, *extras), "take reverse mode (backward)")
+    refuse_tangents((q, k, v, mixing, *(rope or ()), *weights, *extras), "take reverse mode (backward)")
     refuse_rotation_gradients(rope, "run it where plain torch computes, on a CPU")
     learning = torch.is_grad_enabled() and any(
         [x.requires_grad for x in (q, k, v, mixing, *weights, *extras)]
@@ -189,5 +190,5 @@ def eager_part(
     summary, mass = mixed.tensor_split([q.shape[-1] * v.shape[-1]], dim=-1)
     out = read_out(rotate(phi_q, rope, query), summary)
     if divide:
-        out = out * (row_sums(phi_q, mass) + denominator_eps).reciprocal()
+        out = divided(out, row_sums(phi_q, mass) + denominator_eps)
     return from_blocks(out, query)

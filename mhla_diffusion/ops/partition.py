@@ -112,7 +112,8 @@ def layout_partition(layout: tuple[int, ...]) -> Partition:
 def table_partition(name: str, table: torch.Tensor, num_tokens: int, device: torch.device) -> Partition:
     """Blocks given as a table of token ids.
 
-    A table on the CPU is checked once (again after it was written to); one on an accelerator is not read.
+    A table on the CPU is checked once (again after it was written to); one on an accelerator is not read. The kernels
+    read rows that lie one after the other: other strides are copied.
     """
     if table.ndim != 2 or table.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -135,4 +136,5 @@ def table_partition(name: str, table: torch.Tensor, num_tokens: int, device: tor
             _CHECKED[table] = stamp
         trusted = True
     blocks, size = table.shape
-    return Partition(table, blocks, size, num_tokens, None, None, table.numel() == num_tokens, trusted)
+    whole = table.numel() == num_tokens
+    return Partition(table.contiguous(), blocks, size, num_tokens, None, None, whole, trusted)

@@ -38,7 +38,7 @@ def rms_norm(x: torch.Tensor, norm: tuple[torch.Tensor, float] | None) -> torch.
 
 
 def block_tokens(table: torch.Tensor) -> list[torch.Tensor]:
-    return [row[row >= 0] for row in table]
+    return [row[row >= 0] for row in table.long()]
 
 
 def reference_core(

@@ -180,6 +180,16 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), mixing.new_empty(mixing.shape)
 
 
+def _no_second_gradients(ctx, *grads):
+    raise ValueError(
+        "the Triton kernels have no second gradients (a backward pass through one made with create_graph=True): pass "
+        "backend='eager'"
+    )
+
+
+mhla_backward.register_autograd(_no_second_gradients)
+
+
 def _states_are_small(q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: Tensor) -> bool:
     """Whether keeping the states for the backward pass adds little to what is kept anyway: at most a fifth of it.
 
@@ -276,6 +286,9 @@ def mhla_dual_backward(
 @mhla_dual_backward.register_fake
 def _(grad, q, k, v, mixing, *rest):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), mixing.new_empty(mixing.shape)
+
+
+mhla_dual_backward.register_autograd(_no_second_gradients)
 
 
 def _setup_dual(ctx, inputs, output) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
 
+from .backends import has_tangent
 from .derived import derived
 from .partition import Partition
 
-__all__ = ["GridRope", "angle_tables", "exact_dtype", "three_axes"]
+__all__ = ["GridRope", "angle_tables", "exact_dtype", "kept_angles", "three_axes"]
 
 
 class GridRope(NamedTuple):
@@ -20,10 +22,23 @@ class GridRope(NamedTuple):
     2403.13298). The kernels then compute the angles and read none, which a table of `(N, D / 2)` cosines and sines
     costs them for every head.
 
-    frequencies: float32 `(axes, D / 2)`, radians per token.
+    frequencies: float32 `(axes, D / 2)`, radians per token. Plain torch has their gradient, the kernels have none.
     """
 
     frequencies: torch.Tensor
+
+
+def kept_angles(
+    frequencies: torch.Tensor, key: Hashable, build: Callable[[torch.Tensor], torch.Tensor | tuple]
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`build(frequencies)`, kept for the next call unless a gradient flows through it or a compiler looks on."""
+    if (
+        torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and frequencies.requires_grad)
+        or has_tangent(frequencies)
+    ):
+        return build(frequencies)
+    return derived(frequencies, key, lambda: build(frequencies.detach()))
 
 
 def three_axes(frequencies: torch.Tensor) -> torch.Tensor:
@@ -31,11 +46,11 @@ def three_axes(frequencies: torch.Tensor) -> torch.Tensor:
     if frequencies.shape[0] == 3 and frequencies.dtype == torch.float32 and frequencies.is_contiguous():
         return frequencies
 
-    def build() -> torch.Tensor:
-        padding = frequencies.new_zeros(3 - frequencies.shape[0], frequencies.shape[1], dtype=torch.float32)
-        return torch.cat((padding, frequencies.detach().float()))
+    def build(given: torch.Tensor) -> torch.Tensor:
+        padding = given.new_zeros(3 - given.shape[0], given.shape[1], dtype=torch.float32)
+        return torch.cat((padding, given.float()))
 
-    return build() if torch.compiler.is_compiling() else derived(frequencies, "three axes", build)
+    return kept_angles(frequencies, "three axes", build)
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
@@ -54,12 +69,10 @@ def angle_tables(rope, part: Partition, dtype: torch.dtype = torch.float32):
     frequencies, layout = rope[0], part.layout
     exact = exact_dtype(frequencies.device)
 
-    def build() -> tuple[torch.Tensor, torch.Tensor]:
-        axes = [torch.arange(size, device=frequencies.device, dtype=exact) for size in layout[:3]]
+    def build(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        axes = [torch.arange(size, device=given.device, dtype=exact) for size in layout[:3]]
         places = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).flatten(0, 2)  # (N, 3)
-        angle = (places[:, :, None] * frequencies.detach().to(exact)).sum(dim=1)
+        angle = (places[:, :, None] * given.to(exact)).sum(dim=1)
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
-    if torch.compiler.is_compiling():
-        return build()
-    return derived(frequencies, (layout[:3], dtype), build)
+    return kept_angles(frequencies, (layout[:3], dtype), build)

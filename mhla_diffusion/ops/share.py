@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ..blocks import block_table
-from .derived import derived
 from .partition import Partition
-from .rotation import exact_dtype
+from .rotation import exact_dtype, kept_angles
 
 if dist.is_available():  # some builds of torch come without
     import torch.distributed._functional_collectives as collectives
@@ -133,16 +132,14 @@ def local_angles(
     """(cos, sin) `(stop - start, D / 2)` of a run of tokens. frequencies: `(axes, D / 2)`, see `GridRope`."""
     exact = exact_dtype(frequencies.device)
 
-    def build() -> tuple[torch.Tensor, torch.Tensor]:
-        place = torch.arange(start, stop, device=frequencies.device)
+    def build(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        place = torch.arange(start, stop, device=given.device)
         places = []
         for size in reversed(grid):
             places.append(place % size)
             place = place // size
         places = torch.stack(places[::-1], dim=-1).to(exact)  # (N, axes)
-        angle = (places[:, :, None] * frequencies.detach().to(exact)).sum(dim=1)
+        angle = (places[:, :, None] * given.to(exact)).sum(dim=1)
         return angle.cos().to(dtype), angle.sin().to(dtype)
 
-    if torch.compiler.is_compiling():
-        return build()
-    return derived(frequencies, ("run", tuple(grid), start, stop, dtype), build)
+    return kept_angles(frequencies, ("run", tuple(grid), start, stop, dtype), build)

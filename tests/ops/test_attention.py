@@ -5,7 +5,7 @@ import torch
 
 from mhla_diffusion.blocks import block_table
 from mhla_diffusion.mixing import initial_mixing
-from mhla_diffusion.ops import mhla_attention
+from mhla_diffusion.ops import GridRope, mhla_attention
 
 
 def zeros(tokens=16, heads=2, dim=8, batch=1, dtype=torch.float32):
@@ -52,6 +52,16 @@ GRID = {"grid": (4, 4), "block_grid": (2, 2)}
         ({"rope": angles(pairs=8)}, r"give \(cos, sin\), each \(16, 4\)"),
         ({"q": zeros(dim=5), "k": zeros(dim=5), "rope": angles()}, "the head dim 5 is odd"),
         ({"key_rope": angles()}, "pass rope="),
+        (
+            {"rope": (*angles(), torch.ones(16, 4))},
+            r"rope is no pair of tensors: give \(cos, sin\), each \(16, 4\)",
+        ),
+        ({"rope": (None, None)}, "rope is no pair of tensors"),
+        (
+            {"query_norm": torch.ones(8)},
+            r"query_norm is no pair of a weight and a number: give \(weight, eps\)",
+        ),
+        ({"key_norm": (torch.ones(8), None)}, "key_norm is no pair of a weight and a number"),
         ({"norm_weight": torch.ones(4)}, r"give one weight per channel, \(8,\)"),
         ({"gate": zeros(dim=4)}, r"give the output's shape \(1, 16, 2, 8\)"),
         ({"local": zeros(heads=1)}, r"give the output's shape \(1, 16, 2, 8\)"),
@@ -112,6 +122,8 @@ def test_int32_tables_and_half_precision_mixing_are_accepted():
     table, mixing = block_table((3, 5), (2, 2)), initial_mixing((2, 2))
     expected = mhla_attention(q, q, q, mixing, table)
     assert torch.equal(mhla_attention(q, q, q, mixing, table.int()), expected)
+    truth, again = (mhla_attention(q, q, q, mixing, x, backend="reference") for x in (table, table.int()))
+    assert torch.equal(truth, again)
     half = mhla_attention(q, q, q, mixing.bfloat16(), table)
     assert torch.equal(half, mhla_attention(q, q, q, mixing.bfloat16().float(), table))
 
@@ -138,11 +150,60 @@ def test_an_empty_batch_gives_an_empty_output(device, backend):
     assert gradients[0].shape == q.shape and (gradients[1] == 0).all()
 
 
-def test_vmap_is_refused_in_one_line():
-    q = torch.randn(3, 1, 16, 2, 8)
-    with pytest.raises(ValueError, match="inside torch.func.vmap: put the mapped axis") as error:
-        torch.func.vmap(lambda x: mhla_attention(x, x, x, torch.eye(4), **GRID))(q)
+@pytest.mark.parametrize("backend", ["triton", "eager", "reference"])
+@pytest.mark.parametrize(
+    "mapped", ["q", "v", "mixing", "norm_weight", "gate", "local", "query_norm", "rope", "frequencies"]
+)
+def test_vmap_is_refused_in_one_line(device, mapped, backend):
+    options = {"normalizer": "none", "backend": backend, **GRID}
+    tensors = dict.fromkeys(("q", "k", "v", "gate", "local"), zeros().to(device) + 1)
+    tensors |= {"mixing": torch.eye(4, device=device), "norm_weight": torch.ones(8, device=device)}
+    wrapped = {
+        "query_norm": (torch.ones(8, device=device), lambda x: {"query_norm": (x, 1e-6)}),
+        "rope": (torch.ones(16, 4, device=device), lambda x: {"rope": (x, x)}),
+        "frequencies": (torch.ones(2, 4, device=device), lambda x: {"rope": GridRope(x)}),
+    }
+    x, changes = wrapped.get(mapped, (tensors.get(mapped), lambda x: {mapped: x}))
+
+    def call(x):
+        return mhla_attention(**{**tensors, **changes(x)}, **options)
+
+    calls = [call] if backend == "triton" else [call, torch.func.grad(lambda x: call(x).sum())]
+    for each in calls:
+        with pytest.raises(ValueError, match="inside torch.func.vmap: put the mapped axis") as error:
+            torch.func.vmap(each)(torch.stack([x, x]))
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", ["states", "dual"])
+def test_gradients_of_torch_func_are_refused_by_the_kernels_in_one_line(device, form):
+    q = zeros().to(device) + 1
+
+    def call(x, backend="triton"):
+        return mhla_attention(q, q, x, torch.eye(4, device=device), **GRID, backend=backend, form=form).sum()
+
+    with pytest.raises(ValueError, match=r"take torch.autograd.grad, or pass backend='eager'") as error:
+        torch.func.grad(call)(q)
     assert "\n" not in str(error.value)
+    leaf = q.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(call(leaf), leaf)
+    assert torch.allclose(torch.func.grad(lambda x: call(x, "eager"))(q), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["states", "dual"])
+def test_second_gradients_are_refused_by_the_kernels_in_one_line(device, form):
+    q, k = torch.randn(2, 1, 16, 2, 8, generator=torch.Generator().manual_seed(0)).to(device)
+    q.requires_grad_()
+
+    def second(backend):
+        out = mhla_attention(q, k, k, torch.eye(4, device=device), **GRID, backend=backend, form=form)
+        (first,) = torch.autograd.grad(out.sin().sum(), q, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), q)[0]
+
+    with pytest.raises(ValueError, match="no second gradients .* pass backend='eager'") as error:
+        second("triton")
+    assert "\n" not in str(error.value)
+    assert torch.allclose(second("eager"), second("reference"), rtol=1e-4, atol=1e-5)
 
 
 def test_a_gradient_of_the_rotation_is_refused_by_the_kernels_in_one_line(device):
@@ -166,18 +227,28 @@ def test_a_gradient_of_the_rotation_is_refused_by_the_kernels_in_one_line(device
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own first look for jvp rules
 @pytest.mark.parametrize("form", ["states", "dual"])
-@pytest.mark.parametrize("moved", ["q", "mixing", "gate"])
+@pytest.mark.parametrize("moved", ["q", "mixing", "gate", "cos"])
 def test_forward_mode_gradients_are_refused_by_the_kernels_in_one_line(device, moved, form):
     tensors = {"q": zeros() + 1, "k": zeros() + 1, "v": zeros() + 1, "mixing": torch.eye(4), "gate": zeros()}
     tensors = {name: x.to(device) for name, x in tensors.items()}
 
+    tensors["cos"] = torch.ones(16, 4, device=device)
+    sin = torch.zeros(16, 4, device=device)
+
     def call(x, backend="triton"):
-        return mhla_attention(**{**tensors, moved: x}, **GRID, backend=backend, form=form)
+        given = {**tensors, moved: x}
+        rope = {"rope": (given.pop("cos"), sin), "normalizer": "none"} if moved == "cos" else {}
+        given.pop("cos", None)
+        return mhla_attention(**given, **rope, **GRID, backend=backend, form=form)
 
     primal, tangent = tensors[moved], torch.ones_like(tensors[moved])
-    with pytest.raises(ValueError, match="no forward-mode gradients .* pass backend='reference'") as error:
+    with pytest.raises(ValueError, match="no forward-mode gradients .* pass backend='eager'") as error:
         torch.func.jvp(call, (primal,), (tangent,))
     assert "\n" not in str(error.value)
-    torch.func.jvp(lambda x: call(x, "reference"), (primal,), (tangent,))
+    (_, got), (_, want) = (
+        torch.func.jvp(lambda x, name=name: call(x, name), (primal,), (tangent,))
+        for name in ("eager", "reference")
+    )
+    assert torch.allclose(got, want, atol=1e-5)
     with torch.autograd.forward_ad.dual_level():  # without a tangent there is nothing to lose
         assert call(primal).shape == tensors["q"].shape

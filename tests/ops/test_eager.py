@@ -113,6 +113,17 @@ def test_stock_sanas_numerics_where_no_feature_is_active():
     assert all(torch.isfinite(g).all() for g in gradients)
 
 
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e20, 1e30])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_gradients_with_denominators_whose_square_leaves_float32(make_call, backend, scale):
+    call = make_call((3, 5), (2, 2), 8)
+    call.tensors["mixing"] *= scale
+    result = call.run(backend)
+    truth = call.run("reference", torch.float64)
+    for name, want in truth.items():
+        assert (result[name].double() - want).norm() <= 1e-5 * want.norm(), name
+
+
 @pytest.mark.parametrize(
     "as_view", [lambda x: x.transpose(1, 2).contiguous().transpose(1, 2), lambda x: x[:, :, :2]]
 )

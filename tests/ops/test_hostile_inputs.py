@@ -78,6 +78,28 @@ def test_a_last_block_of_one_token(make_call, form):
     call.check(call.run("eager"), 1e-5)
 
 
+TABLES = {
+    "transposed": lambda table: table.t().contiguous().t(),
+    "cut from a wider one": lambda table: torch.cat((table, table.new_full(table.shape, -1)), 1)[
+        :, : table.shape[1]
+    ],
+    "every second row": lambda table: table.repeat_interleave(2, dim=0)[::2],
+    "int32": lambda table: table.int().t().contiguous().t(),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(("backend", "form"), [("triton", "states"), ("triton", "dual"), ("eager", "auto")])
+def test_tables_with_other_strides(make_call, name, backend, form):
+    call = make_call((3, 5), (2, 2), 8, as_table=True)
+    call.options["block_table"] = TABLES[name](call.options["block_table"])
+    assert not call.options["block_table"].is_contiguous()
+    call.check(call.run(backend, form=form), 1e-5)
+    call = make_call((3, 3), (2, 2), 8, key_blocks=(7, 3))
+    call.options["key_block_table"] = TABLES[name](call.options["key_block_table"])
+    call.check(call.run(backend, form=form), 1e-5)
+
+
 @pytest.mark.gpu
 @DTYPES
 @pytest.mark.parametrize("form", ["states", "dual"])

@@ -136,3 +136,38 @@ def test_one_graph(device, backend):
     (q, k, v, mixing), _ = arguments((4, 6), 16, torch.float32, device)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(q, k, v, mixing), call(q, k, v, mixing), atol=1e-5)
+
+
+@pytest.mark.parametrize("grid", [(4, 6), (3, 5, 7)])
+def test_frequencies_may_be_learned_in_plain_torch(grid):
+    """The kernels have no gradient for them, and say so."""
+    turns = frequencies(len(grid), 16)
+
+    def learned(dtype, **options):
+        leaf = turns.to(dtype).requires_grad_()
+        leaves, grad = arguments(grid, 16, dtype, "cpu")
+        out = mhla_attention(
+            *leaves,
+            grid=grid,
+            block_grid=BLOCKS[: len(grid)],
+            rope=GridRope(leaf),
+            normalizer="none",
+            **options,
+        )
+        return torch.autograd.grad(out, leaf, grad)
+
+    step, leaves = 1e-6, arguments(grid, 16, torch.float64, "cpu")
+    (want,) = learned(torch.float64, backend="reference")
+    assert errors(learned(torch.float32, backend="eager"), [want]) < 1e-4
+    moved = []
+    for sign in (1, -1):
+        nudged = turns.double()
+        nudged[0, -1] += sign * step
+        out = mhla_attention(
+            *leaves[0], grid=grid, block_grid=BLOCKS[: len(grid)], rope=tables(grid, nudged), normalizer="none",
+            backend="reference",
+        )  # fmt: skip
+        moved.append((out * leaves[1]).sum())
+    assert torch.allclose((moved[0] - moved[1]) / (2 * step), want[0, -1], rtol=1e-5)
+    with pytest.raises(ValueError, match="rope requires a gradient, and the Triton kernels compute none"):
+        learned(torch.float32, backend="triton")

@@ -7,7 +7,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-from mhla_diffusion.ops import triton_launch
+from mhla_diffusion.ops import mhla_attention, triton_launch
 from mhla_diffusion.ops.machine_code import LostDescriptor
 from mhla_diffusion.ops.triton_configs import dual_configs, launch_configs, override, smaller
 
@@ -88,6 +88,22 @@ def test_plain_torch_takes_over_with_one_warning(make_call, monkeypatch, recwarn
     call.check(call.run("triton"), 1e-5)
     (message,) = [str(w.message) for w in recwarn.list if "MHLA" in str(w.message)]
     assert message.endswith("continuing with plain torch") and f"Triton {triton.__version__}" in message
+
+
+@torch.no_grad()
+def test_plain_torch_takes_over_for_a_norm_over_all_heads(make_call, monkeypatch, recwarn):
+    def never_fits(*args, **constants):
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    call = make_call((3, 5), (2, 2), 8, 12, rope=True, normalizer="none", epilogue=True)
+    weight = torch.rand(2, 8, generator=torch.Generator().manual_seed(1)).to(call.grad.device) + 0.5
+    norms = {"query_norm": (weight, 1e-6), "key_norm": (weight + 1, 1e-6)}
+    truth = mhla_attention(**call.tensors, **call.options, **norms, backend="reference")
+    monkeypatch.setattr(triton_launch, "launch", never_fits)
+    out = mhla_attention(**call.tensors, **call.options, **norms, backend="triton", form="states")
+    assert (out - truth).norm() <= 1e-5 * truth.norm()
+    messages = [str(w.message) for w in recwarn.list if "kernels" in str(w.message)]
+    assert len(messages) == 2 and all(text.endswith("continuing with plain torch") for text in messages)
 
 
 def broken_compiler(directory) -> Exception:
