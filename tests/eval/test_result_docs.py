@@ -124,6 +124,16 @@ def test_the_guides_text_says_what_the_files_say(program):
     tests = json.loads((RESULTS / "gpu_tests_h200.json").read_text())
     operator = sum(count for file, count in tests["files"].items() if file.startswith("tests/ops/"))
     assert f"{tests['passed']} passed, of which {operator} are of the operator" in text
+    trials = json.loads((RESULTS / "op_trials_h200.json").read_text())
+    (states,) = (row for row in trials["block_states_for_the_backward_pass"] if row["shape"] == "dit 512")
+    assert "({kept_ms:.3f} ms with them kept, {summed_up_again_ms:.3f} without)".format(**states) in text
+    first, second = trials["earlier_cost_rules"]["rules"]
+    assert (first["fitted_to_shapes"], first["chosen_rightly"], first["shapes"]) == (17, 6, 7)
+    assert f"with a regret of {100 * first['largest_regret']:.0f} % at the seventh" in text
+    regrets = (100 * second[f"largest_regret{suffix}"] for suffix in ("", "_with_gradients"))
+    assert (
+        "at most {:.0f} % from the better form\nforward and {:.0f} % with gradients".format(*regrets) in text
+    )
     checked = (RESULTS / "memcheck_h200.txt").read_text()
     assert "clean on the H200, 14 of 14 calls" in text and "memcheck: clean, 14 of 14 calls ran" in checked
 
