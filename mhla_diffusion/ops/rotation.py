@@ -31,12 +31,11 @@ class GridRope(NamedTuple):
 def kept_angles(
     frequencies: torch.Tensor, key: Hashable, build: Callable[[torch.Tensor], torch.Tensor | tuple]
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`build(frequencies)`, kept for the next call unless a gradient flows through it or a compiler looks on."""
-    if (
-        torch.compiler.is_compiling()
-        or (torch.is_grad_enabled() and frequencies.requires_grad)
-        or has_tangent(frequencies)
-    ):
+    """`build(frequencies)`, kept for the next call unless a compiler looks on or the frequencies are learned.
+
+    Those are not kept without gradients, either: averages of weights are written to `.data`, which leaves no trace.
+    """
+    if torch.compiler.is_compiling() or frequencies.requires_grad or has_tangent(frequencies):
         return build(frequencies)
     return derived(frequencies, key, lambda: build(frequencies.detach()))
 

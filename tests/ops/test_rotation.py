@@ -139,35 +139,40 @@ def test_one_graph(device, backend):
 
 
 @pytest.mark.parametrize("grid", [(4, 6), (3, 5, 7)])
-def test_frequencies_may_be_learned_in_plain_torch(grid):
+def test_frequencies_may_be_learned_in_plain_torch(device, grid):
     """The kernels have no gradient for them, and say so."""
-    turns = frequencies(len(grid), 16)
+    turns = frequencies(len(grid), 16).to(device)
+    options = {"grid": grid, "block_grid": BLOCKS[: len(grid)], "normalizer": "none"}
 
-    def learned(dtype, **options):
-        leaf = turns.to(dtype).requires_grad_()
-        leaves, grad = arguments(grid, 16, dtype, "cpu")
-        out = mhla_attention(
-            *leaves,
-            grid=grid,
-            block_grid=BLOCKS[: len(grid)],
-            rope=GridRope(leaf),
-            normalizer="none",
-            **options,
-        )
+    def learned(dtype, backend):
+        leaf = turns.to(dtype, copy=True).requires_grad_()
+        leaves, grad = arguments(grid, 16, dtype, device)
+        out = mhla_attention(*leaves, **options, rope=GridRope(leaf), backend=backend)
         return torch.autograd.grad(out, leaf, grad)
 
-    step, leaves = 1e-6, arguments(grid, 16, torch.float64, "cpu")
-    (want,) = learned(torch.float64, backend="reference")
-    assert errors(learned(torch.float32, backend="eager"), [want]) < 1e-4
-    moved = []
-    for sign in (1, -1):
+    (want,) = learned(torch.float64, "reference")
+    assert errors(learned(torch.float32, "eager"), [want]) < 1e-4
+    (leaves, grad), moved = arguments(grid, 16, torch.float64, device), []
+    for step in (1e-6, -1e-6):
         nudged = turns.double()
-        nudged[0, -1] += sign * step
-        out = mhla_attention(
-            *leaves[0], grid=grid, block_grid=BLOCKS[: len(grid)], rope=tables(grid, nudged), normalizer="none",
-            backend="reference",
-        )  # fmt: skip
-        moved.append((out * leaves[1]).sum())
-    assert torch.allclose((moved[0] - moved[1]) / (2 * step), want[0, -1], rtol=1e-5)
+        nudged[0, -1] += step
+        out = mhla_attention(*leaves, **options, rope=tables(grid, nudged), backend="reference")
+        moved.append((out * grad).sum())
+    assert torch.allclose((moved[0] - moved[1]) / 2e-6, want[0, -1], rtol=1e-5)
     with pytest.raises(ValueError, match="rope requires a gradient, and the Triton kernels compute none"):
-        learned(torch.float32, backend="triton")
+        learned(torch.float32, "triton")
+
+
+@torch.no_grad()
+def test_learned_frequencies_may_change_without_a_trace(device):
+    turns = torch.nn.Parameter(frequencies(2, 16).to(device))
+    leaves, _ = arguments((4, 6), 16, torch.float32, device)
+
+    def out():
+        return mhla_attention(
+            *leaves, grid=(4, 6), block_grid=BLOCKS[:2], rope=GridRope(turns), backend="eager"
+        )
+
+    before = out()
+    turns.data.mul_(2)
+    assert not torch.allclose(out(), before)
