@@ -1,9 +1,9 @@
 """The models' feed-forwards on a stock one's weights, with the same keys: what a GPU computes faster.
 
-In SANA's the tokens lie channels last in memory. There a 1 x 1 convolution is a matrix product, and without gradients
-the depthwise convolution with the gate behind it is one pass (`ops.depthwise`). In DiT's and Wan's GELU is, without
-gradients, part of the product before it: the hidden channels, four times as many as the model's and more, are written
-once. On a CPU all of it is what the stock module computes, bit for bit.
+In SANA's the tokens lie channels last in memory. There a 1 x 1 convolution in half precision is a matrix product, and
+without gradients the depthwise convolution with the gate behind it is one pass (`ops.depthwise`). In DiT's and Wan's
+GELU is, without gradients, part of the product before it: the hidden channels, four times as many as the model's and
+more, are written once. On a CPU all of it is what the stock module computes, bit for bit.
 """
 
 from __future__ import annotations
@@ -78,9 +78,19 @@ class PointwiseConv2d(nn.Conv2d):
     """A 1 x 1 convolution, on a GPU as the matrix product that it is."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not x.is_cuda or type(self.weight) not in (torch.Tensor, nn.Parameter):
-            return super().forward(x)  # as a quantised weight knows it
+        if not self.is_product(x):
+            return super().forward(x)
         return F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+    def is_product(self, x: torch.Tensor) -> bool:
+        """Whether the product takes the convolution's place: on CUDA, with plain weights, in half precision.
+
+        In float32 torch has two settings: it lets convolutions, but not products, round to TF32. There the stock
+        module's numbers and speed are those of the convolution.
+        """
+        if not x.is_cuda or type(self.weight) not in (torch.Tensor, nn.Parameter):
+            return False
+        return x.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled("cuda")
 
 
 class GatedDepthwiseConv2d(nn.Conv2d):

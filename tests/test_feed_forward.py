@@ -128,3 +128,18 @@ def test_on_the_gpu_it_computes_what_the_stock_module_does(kind, options, dtype,
     assert (ours(x) - expected).norm() < tolerance * expected.norm()
     compiled = torch.compile(ours, fullgraph=True, dynamic=False)(x)
     assert (compiled - expected).norm() < tolerance * expected.norm()
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@CONVOLUTIONS
+def test_on_the_gpu_float32_has_the_convolutions_own_rounding(kind):
+    """With torch's defaults, TF32 in convolutions and not in products: as on the stock module."""
+    stock, ours, x = pair(kind, {}, "cuda")
+    x = x if kind == "image" else x.flatten(0, 1).permute(0, 3, 1, 2)
+    assert torch.equal(ours.conv_inverted(x), stock.conv_inverted(x))
+    assert ours.conv_inverted.is_product(x.bfloat16()) and not ours.conv_inverted.is_product(x)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert ours.conv_inverted.is_product(x)
+        expected = stock.conv_inverted(x)
+        assert (ours.conv_inverted(x) - expected).norm() < 1e-2 * expected.norm()
