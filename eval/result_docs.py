@@ -213,7 +213,9 @@ def whole_calls() -> str:
         whole = row["extrapolated"]
         parts = [f"{whole[part]:.1f}" for part in ("transformer_s", "vae_decode_s", "rest_s", "total_s")]
         ratio = faster.get(row["name"])
-        lines.append([row["name"], *parts, f"{ratio['whole']:.2f}x" if ratio else "", f"{row['peak_gb']:.1f}"])
+        lines.append(
+            [row["name"], *parts, f"{ratio['whole']:.2f}x" if ratio else "", f"{row['peak_gb']:.1f}"]
+        )
     return table(["transformer", "steps", "decoding", "rest", "a video", "stock / it", "GB"], lines)
 
 

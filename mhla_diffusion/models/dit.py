@@ -276,7 +276,7 @@ class MHLADiTTransformer2DModel(
             dropped = torch.rand(batch, device=class_labels.device) < self.label_dropout
             class_labels = torch.where(dropped, self.config.num_embeds_ada_norm, class_labels)
 
-        # From the patches' convolution tokens come with channels outermost, which every layer after it would read slowly.
+        # The convolution of patches gives tokens with channels outermost, which every later layer would read slowly.
         x = self.pos_embed(hidden_states).contiguous()  # (B, N, C)
         conditioning = embedded(self.transformer_blocks[0], timestep, class_labels, x)  # (B, C)
         embedder = self.transformer_blocks[0].norm1.emb
