@@ -7,10 +7,12 @@ import torch
 from diffusers.models.attention import FeedForward
 from diffusers.models.transformers.sana_transformer import GLUMBConv
 from diffusers.models.transformers.transformer_sana_video import GLUMBTempConv
+from families import SANA, SANA_VIDEO
 from peft import LoraConfig, inject_adapter_in_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mhla_diffusion import convert, feed_forward
 from mhla_diffusion.feed_forward import (
     GatedConvFeedForward,
     GatedTemporalConvFeedForward,
@@ -79,6 +81,21 @@ def test_an_adapter_before_gelu_acts_as_on_the_stock_one():
         config = LoraConfig(r=4, target_modules=["net.0.proj"], init_lora_weights=False)
         outputs.append(inject_adapter_in_model(config, part)(x))
     assert torch.equal(*outputs) and not torch.equal(outputs[0], stock(x))
+
+
+@torch.no_grad()
+@CONVOLUTIONS
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+def test_a_model_told_to_use_plain_torch_starts_no_kernel(kind, backend, monkeypatch):
+    family = {"image": SANA, "video": SANA_VIDEO}[kind]
+    model = convert(family.stock_model(), block_grid=(1,) * len(family.default_grid))
+    expected = family.run(model)
+    model.set_mhla_backend(backend)
+    monkeypatch.setattr(feed_forward, "gated_depthwise", None)  # fails where it is called
+    torch.testing.assert_close(family.run(model), expected, rtol=1e-4, atol=1e-5)
+    model.set_mhla_backend("auto")
+    with pytest.raises(TypeError):
+        family.run(model)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "geglu", "linear-silu"])

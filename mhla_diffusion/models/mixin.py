@@ -13,6 +13,7 @@ from torch import nn
 
 from ..attention import GridSelfAttention, MHLASelfAttention
 from ..building import BUILDING
+from ..feed_forward import GatedDepthwiseConv2d
 from ..ops.backends import BACKENDS
 from .adapters import AdapterMixin
 from .context_parallel import ContextParallelMixin
@@ -67,10 +68,13 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
                 layer.speed_up_feed_forward()
 
     def set_mhla_backend(self, backend: str) -> None:
-        """Choose the operator's backend (see `mhla_attention`) in every MHLA layer; ValueError on another name."""
+        """Choose the operator's backend (see `mhla_attention`) in every MHLA layer; ValueError on another name.
+
+        "eager" and "reference" also keep feed-forwards from their own Triton kernel.
+        """
         check_choice("backend", backend, BACKENDS)
         for module in self.modules():
-            if isinstance(module, MHLASelfAttention):
+            if isinstance(module, (MHLASelfAttention, GatedDepthwiseConv2d)):
                 module.backend = backend
 
     # With the stock method's signature: a pipeline reads there which of its own arguments (shards, variant) to hand on.

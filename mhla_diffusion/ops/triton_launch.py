@@ -79,13 +79,14 @@ def _configuration_fails(error: Exception) -> bool:
     """Whether this launch configuration is at fault, so that another may do: too large, or not compiled (rightly).
 
     The compiler's passes fail with a bare RuntimeError, as a broken launch does: where it was raised tells them apart.
+    A machine without a C compiler fails while Triton builds what it launches kernels with.
     """
     if isinstance(error, OutOfResources | CompilationError | LostDescriptor):
         return True
     frame = error.__traceback__
     while frame is not None:
-        code = frame.tb_frame
-        if code.f_globals.get("__name__") == "triton.compiler.compiler" and code.f_code.co_name == "compile":
+        module, function = frame.tb_frame.f_globals.get("__name__"), frame.tb_frame.f_code.co_name
+        if module == "triton.runtime.build" or (module, function) == ("triton.compiler.compiler", "compile"):
             return True
         frame = frame.tb_next
     return False

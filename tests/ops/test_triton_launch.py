@@ -5,6 +5,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.errors import CompilationError
+from triton.runtime.build import compile_module_from_src
 from triton.runtime.errors import OutOfResources
 
 from mhla_diffusion.ops import mhla_attention, triton_launch
@@ -113,6 +114,27 @@ def broken_compiler(directory) -> Exception:
     with pytest.raises(RuntimeError) as caught:
         triton.compile(str(source), target=GPUTarget("cuda", 90, 32))
     return caught.value
+
+
+def no_c_compiler() -> Exception:
+    """The error of a machine without one, as it arrives when Triton builds what it launches kernels with."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="C compiler") as caught:
+        patch.setenv("PATH", "")
+        patch.delenv("CC", raising=False)
+        compile_module_from_src("int built_by_no_test;", "nothing")
+    return caught.value
+
+
+def test_a_machine_without_a_c_compiler_takes_plain_torch_with_one_warning(call, monkeypatch, recwarn):
+    error = no_c_compiler()
+
+    def fails(*args, **constants):
+        raise error
+
+    monkeypatch.setattr(triton_launch, "launch", fails)
+    call.check(call.run("triton"), 1e-5)
+    (message,) = [str(w.message) for w in recwarn.list if "MHLA" in str(w.message)]
+    assert "Failed to find C compiler" in message and message.endswith("continuing with plain torch")
 
 
 @pytest.mark.parametrize("stage", ["front end", "passes"])
