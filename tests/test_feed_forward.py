@@ -160,3 +160,15 @@ def test_on_the_gpu_float32_has_the_convolutions_own_rounding(kind):
         assert ours.conv_inverted.is_product(x)
         expected = stock.conv_inverted(x)
         assert (ours.conv_inverted(x) - expected).norm() < 1e-2 * expected.norm()
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=str)
+def test_autocast_computes_in_its_own_dtype_on_the_gpu(kind, options):
+    stock, ours, x = pair(kind, options, "cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        expected, got = stock(x), ours(x)
+        if kind == "linear":
+            assert ours.net[0](x).dtype == stock.net[0](x).dtype == torch.bfloat16
+    assert got.dtype == expected.dtype and (got - expected).norm() < 2e-2 * expected.norm()
