@@ -17,8 +17,8 @@ from PIL import Image, ImageOps
 
 from mhla_diffusion.pipelines.videos import check_encoder, opened, rate_of, read_video
 
+from .buckets import Bucket, PictureSource, nearest_bucket, read_picture, warn_unreadable
 from .config import DataConfig
-from .data import Bucket, PictureSource, nearest_bucket, read_picture, warn_unreadable
 from .picture_files import IMAGE_SUFFIXES, list_pictures
 
 # What PIL raises for files cut short, broken inside, or without a picture; `opened` raises ValueError for videos.

@@ -4,46 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
+from . import emoji
+from .buckets import Bucket, PictureSource, nearest_bucket, read_picture, warn_unreadable
 from .classes import emoji_labels
+from .clips import open_videos
 from .config import VIDEO_KINDS, DataConfig
+from .moving_emoji import open_moving_emoji
 from .picture_files import check_path, list_pictures
-
-Captions = list[list[str]]  # per picture: one or several captions, one of which is drawn each time
-
-
-@dataclass
-class Bucket:
-    """Pictures of one size, or videos of one length and size.
-
-    `read(indices)` gives uint8 `(n, 3, height, width)`, of videos `(n, 3, frames, height, width)`, and the indices that
-    were readable.
-    """
-
-    height: int
-    width: int
-    captions: Captions
-    read: Callable[[list[int]], tuple[torch.Tensor, list[int]]]
-
-
-@dataclass
-class PictureSource:
-    """A data set before encoding; `fingerprint` changes with the pictures, the captions and every setting of them.
-
-    `open()` gives the buckets; a set whose latents are in the cache is never opened.
-    """
-
-    open: Callable[[], list[Bucket]]
-    fingerprint: str
 
 
 def open_source(
@@ -73,12 +46,8 @@ def open_source(
     if frame_factor is not None:
         check_path(config)
         if config.kind == "moving-emoji":
-            from .moving_emoji import open_moving_emoji
-
             source = open_moving_emoji(config, seed, latent_factor, frame_factor)
         else:
-            from .clips import open_videos
-
             source = open_videos(config, latent_factor, frame_factor)
         return mirrored(source) if config.flip else source
     if config.size % latent_factor:
@@ -119,8 +88,6 @@ def mirrored(source: PictureSource) -> PictureSource:
 
 def open_emoji(config: DataConfig, seed: int, by_class: bool = False) -> PictureSource:
     """The emoji set: sprites on coloured backgrounds and composed scenes, made in memory."""
-    from . import emoji
-
     arguments = {
         "split": config.split, "size": config.size, "seed": seed, "backgrounds": config.backgrounds,
         "compositions": config.compositions, "tag_captions": config.tag_captions and not by_class,
@@ -158,23 +125,6 @@ def bucket_sizes(config: DataConfig, latent_factor: int) -> list[tuple[int, int]
     return generate_aspect_ratio_buckets(config.size, divisibility=latent_factor)
 
 
-def nearest_bucket(height: int, width: int, sizes: list[tuple[int, int]]) -> int:
-    """Index of the size whose aspect ratio is closest by ratio, so tall and wide pictures are treated alike."""
-    ratio = math.log(height / width)
-    return min(range(len(sizes)), key=lambda i: abs(math.log(sizes[i][0] / sizes[i][1]) - ratio))
-
-
-def read_picture(path: Path, height: int, width: int) -> np.ndarray:
-    """uint8 `(3, height, width)`: upright, on white where transparent, scaled to cover and cut to the centre."""
-    with Image.open(path) as image:
-        image = ImageOps.exif_transpose(image)
-        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        image = ImageOps.fit(image.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
-    return np.asarray(image).transpose(2, 0, 1)
-
-
 def open_folder(config: DataConfig, latent_factor: int, by_class: bool = False) -> PictureSource:
     """A user's own pictures. Unreadable ones are named in a warning and left out; ValueError when none is left."""
     root = Path(config.path)
@@ -209,12 +159,6 @@ def open_folder(config: DataConfig, latent_factor: int, by_class: bool = False) 
         if group
     ]
     return PictureSource(lambda: buckets, digest.hexdigest())
-
-
-def warn_unreadable(paths: list[Path], what: str = "unreadable pictures") -> None:
-    if paths:
-        names = ", ".join(str(path) for path in paths[:10]) + (", ..." if len(paths) > 10 else "")
-        warnings.warn(f"{len(paths)} {what} are left out: {names}", stacklevel=3)
 
 
 def _folder_bucket(height: int, width: int, group: list[tuple[Path, list[str]]]) -> Bucket:

@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm import tqdm
 
+from .buckets import Bucket, Captions, PictureSource
 from .checkpoint import write_folder
 from .components import Components
 from .config import DataConfig
-from .data import Bucket, Captions, PictureSource
 from .losses import makes_videos
 from .tensor_file import TensorFile, TensorsInMemory
 from .transfer import fetched, upload

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .buckets import Bucket, PictureSource
 from .clips import check_sizes
 from .config import DataConfig
-from .data import Bucket, PictureSource
 from .emoji_nouns import noun_of, noun_phrase
 from .emoji_scenes import background_phrase
 from .emoji_sources import STYLES

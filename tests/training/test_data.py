@@ -8,14 +8,10 @@ from PIL import Image
 
 from mhla_diffusion.training import latents as latents_module
 from mhla_diffusion.training import run
+from mhla_diffusion.training.buckets import nearest_bucket, read_picture
 from mhla_diffusion.training.components import build_components
 from mhla_diffusion.training.config import DataConfig
-from mhla_diffusion.training.data import (
-    bucket_sizes,
-    nearest_bucket,
-    open_source,
-    read_picture,
-)
+from mhla_diffusion.training.data import bucket_sizes, open_source
 from mhla_diffusion.training.feed import Feed
 from mhla_diffusion.training.latents import caption_table, load_or_encode
 from mhla_diffusion.training.picture_files import list_pictures

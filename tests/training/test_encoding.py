@@ -9,8 +9,9 @@ import torch
 from diffusers import AutoencoderKLWan
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
+from mhla_diffusion.training.buckets import Bucket, PictureSource
 from mhla_diffusion.training.config import DataConfig
-from mhla_diffusion.training.data import Bucket, PictureSource, open_source
+from mhla_diffusion.training.data import open_source
 from mhla_diffusion.training.latents import cleaned, encode_pixels, encode_source
 from mhla_diffusion.training.moving_emoji import MovingEmoji
 from mhla_diffusion.training.tensor_file import TensorsInMemory
