@@ -99,9 +99,7 @@ class GatedDepthwiseConv2d(nn.Conv2d):
     The gate is part of this module's own `forward`: hooks that move or cast its weights act there.
     """
 
-    backend = (
-        "auto"  # of the operators, as in an MHLA attention: "eager" and "reference" leave out the kernel
-    )
+    backend = "auto"  # as an MHLA attention's: "eager" and "reference" leave the kernel out
 
     def forward(self, x: torch.Tensor, gated: bool = False) -> torch.Tensor:
         if not gated:
