@@ -162,6 +162,18 @@ class Epilogue:
     def __call__(self, out: torch.Tensor) -> torch.Tensor:
         return epilogue(out, self.norm_weight, self.norm_eps, self.gate, self.gate_bias, self.local)
 
+    def computed(self, out: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        """The same in out_dtype, computed again, on the new call's tensors, where a call is repeated."""
+        tensors = {"norm_weight": self.norm_weight, "gate": self.gate, "local": self.local}
+        names = [name for name, x in tensors.items() if x is not None]
+        norm_eps, gate_bias = self.norm_eps, self.gate_bias
+
+        def compute(out: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+            steps = dict(zip(names, given, strict=True))
+            return Epilogue(norm_eps=norm_eps, gate_bias=gate_bias, **steps)(out).to(out_dtype)
+
+        return replay.computed(compute, out, *[tensors[name] for name in names])
+
 
 def read_out(
     x, state, value_dim: int, part: Partition, rope, feature_eps: float, *, divide: bool, mass: bool,
@@ -181,7 +193,7 @@ def read_out(
             x, state, value_dim, part, rope, feature_eps, divide=divide, mass=mass,
             denominator_eps=denominator_eps, out_dtype=torch.float32, norm=norm,
         )  # fmt: skip
-        return after(out).to(out_dtype)
+        return after.computed(out, out_dtype)
     out = new_rows(part, (batch, tokens, heads, value_dim), out_dtype, x.device)
     gate, local = (x if y is None else unit_stride(y) for y in (after.gate, after.local))
     row_bytes = state.shape[-1] * state.element_size()

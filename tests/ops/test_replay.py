@@ -78,6 +78,27 @@ def test_every_fused_step_is_repeated(device, monkeypatch, poisoned_buffers):
     assert torch.equal(mhla_attention(**inputs(1), **options), expected)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("steps", [["norm_weight"], ["norm_weight", "gate", "local"]], ids="+".join)
+def test_an_output_norm_over_more_channels_than_a_tile_is_repeated(
+    make_call, monkeypatch, poisoned_buffers, steps
+):
+    """Float32's tiles hold up to 32 value channels; the norm is then taken behind the kernels."""
+    calls = [make_call((5, 7), (2, 3), 16, 72, epilogue=True, seed=seed) for seed in (0, 1)]
+    options = {"backend": "triton", "form": "states", "gate_bias": 1.2 if "gate" in steps else None}
+    for call in calls:
+        for name in {"norm_weight", "gate", "local"}.difference(steps):
+            del call.tensors[name]
+    first, second = ({**call.tensors, **call.options, **options} for call in calls)
+    truth = mhla_attention(**{**second, "backend": "reference"})
+    mhla_attention(**first)
+    assert kept() == 1
+    monkeypatch.setattr(triton_launch, "launch", preparing)
+    out = mhla_attention(**second)
+    assert (out - truth).norm() <= 1e-5 * truth.norm()
+    assert torch.equal(mhla_attention(**second), out)
+
+
 def test_other_strides_sizes_and_numbers_are_other_calls(make_call):
     call = make_call((6, 6), (2, 2), 16)
     call.run("triton")
