@@ -1,4 +1,4 @@
-"""Every kernel of the operator once, forward and backward, at small odd shapes under NVIDIA's memory checker.
+"""Every kernel of the operators once, forward and backward, at small odd shapes under NVIDIA's memory checker.
 
     python eval/check_memory.py --out eval/results/memcheck_h200.txt
 
@@ -19,6 +19,7 @@ import torch
 
 from mhla_diffusion.blocks import block_table
 from mhla_diffusion.ops import mhla_attention
+from mhla_diffusion.ops.depthwise import gated_depthwise
 from mhla_diffusion.ops.triton_configs import override
 from mhla_diffusion.provenance import versions
 
@@ -28,6 +29,7 @@ CALLS = {
     "ragged, rotated, two parts": ((5, 7), (2, 3), 72, 72, BF16, {"rope": True, "normalizer": "none"}),
     "denominator in the spare channel": ((5, 7), (2, 3), 72, 72, BF16, {}),
     "table, rotated": ((3, 5, 7), (2, 2, 3), 128, 128, BF16, {"rope": True, "table": True}),
+    "a table cut out of another": ((3, 5, 7), (2, 2, 3), 32, 32, BF16, {"table": True, "cut": True}),
     "float16, matrices per head": ((7, 5), (3, 2), 24, 40, FP16, {"per_head": True}),
     "float32": ((7, 5), (3, 2), 40, 24, FP32, {"rope": True}),
     "wide heads": ((5, 5), (2, 2), 136, 136, BF16, {}),
@@ -40,10 +42,32 @@ CALLS = {
     "all steps fused, norm over all heads": ((5, 7), (2, 3), 32, 32, BF16, {"fused": "all", "rope": True}),
     "all steps fused, norm over each head": ((5, 7), (2, 3), 72, 72, BF16, {"fused": "each"}),
 }
+DEPTHWISE = {
+    "gated depthwise": (2, 40, 5, 19),
+    "gated depthwise, one row": (1, 130, 1, 3),
+}  # of x: (B, 2C, h, w)
+NAMES = [*CALLS, *DEPTHWISE]
 
 
 def run(name: str, device: torch.device) -> None:
     """One call, and its gradients where it has any; raises when something is not finite."""
+    results = run_depthwise(name, device) if name in DEPTHWISE else run_attention(name, device)
+    if not all([bool(torch.isfinite(x).all()) for x in results]):
+        raise SystemExit(f"{name}: a result is not finite")
+
+
+@torch.no_grad()
+def run_depthwise(name: str, device: torch.device) -> list[torch.Tensor]:
+    dtype = FP32 if device.type == "cpu" else BF16
+    batch, channels, rows, columns = DEPTHWISE[name]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(batch, rows, columns, channels, generator=generator).to(device, dtype).permute(0, 3, 1, 2)
+    weight = torch.randn(channels, 1, 3, 3, generator=generator).to(device, dtype)
+    bias = torch.randn(channels, generator=generator).to(device, dtype)
+    return [gated_depthwise(x, weight, given) for given in (bias, None)]
+
+
+def run_attention(name: str, device: torch.device) -> list[torch.Tensor]:
     grid, block_grid, dim, value_dim, dtype, options = CALLS[name]
     if device.type == "cpu":
         dtype = FP32  # all that Triton's interpreter is trusted with
@@ -65,8 +89,11 @@ def run(name: str, device: torch.device) -> None:
     if options.pop("rope", False):
         angles = torch.randn(tokens, dim // 2, generator=generator)
         options["rope"] = (angles.cos().to(device), angles.sin().to(device))
+    cut = options.pop("cut", False)
     if options.pop("table", False) or keys != tokens:
         options["block_table"] = table.to(device)
+        if cut:
+            options["block_table"] = options["block_table"].repeat_interleave(2, dim=1)[:, ::2]
         if keys != tokens:
             options["key_block_table"] = block_table((keys,), (key_blocks,)).to(device)
     else:
@@ -83,17 +110,14 @@ def run(name: str, device: torch.device) -> None:
     leaves = [x if fused else x.requires_grad_() for x in (q, k, v, mixing)]
     with override(**({} if chunks is None else {"chunk_count": chunks})):
         out = mhla_attention(*leaves, backend="triton", **options)
-        results = [out] if fused else [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
-    if not all([bool(torch.isfinite(x).all()) for x in results]):
-        raise SystemExit(f"{name}: a result is not finite")
+        return [out] if fused else [out, *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 
 def compile_all(line: list[str]) -> None:
     """Run the calls in several processes at once: their compiled kernels stay on disk."""
-    count = min(len(CALLS), max(1, (os.cpu_count() or 2) - 2))
-    names = list(CALLS)
+    count = min(len(NAMES), max(1, (os.cpu_count() or 2) - 2))
     parts = [
-        subprocess.Popen([*line, "--calls", *names[i::count]], stdout=subprocess.DEVNULL)
+        subprocess.Popen([*line, "--calls", *NAMES[i::count]], stdout=subprocess.DEVNULL)
         for i in range(count)
     ]
     if any([part.wait() for part in parts]):
@@ -112,14 +136,14 @@ def check(tool: str, out: Path) -> int:
     # Each tensor an allocation of its own: what lies beyond its end belongs to nobody.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(
-        [*checker, *line, "--calls", *CALLS], capture_output=True, text=True, env=environment
+        [*checker, *line, "--calls", *NAMES], capture_output=True, text=True, env=environment
     )
     checked = time.monotonic() - begin - compiled
     print(done.stdout[-8000:], done.stderr[-4000:], sep="\n")
     said = [row for row in (done.stdout + done.stderr).splitlines() if row.startswith("=========")]
     summary = [row for row in said if "ERROR SUMMARY" in row or "RACECHECK SUMMARY" in row]
     ran = [row for row in done.stdout.splitlines() if row.startswith("ran ")]
-    clean = done.returncode == 0 and bool(summary) and len(ran) == len(CALLS)
+    clean = done.returncode == 0 and bool(summary) and len(ran) == len(NAMES)
     version = (
         subprocess.run([program, "--version"], capture_output=True, text=True).stdout.strip().splitlines()
     )
@@ -131,7 +155,7 @@ def check(tool: str, out: Path) -> int:
         *ran,
         *([] if clean else said[:60]),
         *summary,
-        f"{tool}: {'clean' if clean else 'NOT CLEAN'}, {len(ran)} of {len(CALLS)} calls ran",
+        f"{tool}: {'clean' if clean else 'NOT CLEAN'}, {len(ran)} of {len(NAMES)} calls ran",
     ]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text("\n".join(text) + "\n")
@@ -146,12 +170,12 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/memcheck.txt"), metavar="FILE")
     parser.add_argument(
-        "--calls", nargs="+", choices=CALLS, metavar="CALL", help="only run these, without the checker"
+        "--calls", nargs="+", choices=NAMES, metavar="CALL", help="only run these, without the checker"
     )
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.calls:
-        warnings.filterwarnings("error", "the MHLA kernels")  # a kernel that gave way was not checked
+        warnings.filterwarnings("error", "the (MHLA )?kernels")  # a kernel that gave way was not checked
         for name in options.calls:
             run(name, device)
             print(f"ran {name}", flush=True)
