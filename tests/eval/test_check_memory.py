@@ -17,7 +17,7 @@ def run(*options: str, **variables: str) -> subprocess.CompletedProcess:
 
 
 def test_calls_run_without_the_checker():
-    names = ["dual", "other blocks for the keys", "all steps fused, norm over all heads"]
+    names = ["dual", "a table cut out of another", "all steps fused, norm over all heads", "gated depthwise"]
     done = run("--calls", *names, TRITON_INTERPRET="0" if torch.cuda.is_available() else "1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"ran {name}" for name in names]
