@@ -1,6 +1,7 @@
 """The figures of speed in the documentation are those of the result files."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -209,3 +210,31 @@ def test_the_guide_of_whole_models_says_what_the_files_say(program):
         9.5 < 1e3 * (row["peak_gb"] - row["stock_peak_gb"]) < 11
         and "The 10 MB that DiT-512 holds above" in text
     )
+
+
+def test_the_scores_of_the_shipped_pipeline_are_those_of_the_file():
+    found = json.loads((RESULTS / "sana_mhla_emoji_scores.json").read_text())
+    summary = found["pipelines"]["sana-mhla-emoji"]["summary"]
+
+    def said(split: str, metric: str, places: int) -> str:
+        row = summary[split][metric]
+        assert row["seeds"] == 3
+        return f"{row['mean']:.{places}f} ± {row['std']:.{places}f}"
+
+    fid, fd = (found["floors"][scorer]["value"] for scorer in ("fid_adm", "fd_efficientnet"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"FID {said('train', 'fid_adm.fd', 1)} ({fid:.1f} between their halves)" in readme
+    assert f"EfficientNet-Lite0 {said('train', 'fd_efficientnet.fd', 1)} ({fd:.1f})" in readme
+    card = (ROOT / "pipelines" / "sana-mhla-emoji" / "README.md").read_text(encoding="utf-8")
+    assert (
+        f"| FID (Inception) | {said('train', 'fid_adm.fd', 2)} | {fid:.2f} | {said('heldout', 'fid_adm.fd', 2)} |"
+        in card
+    )
+    assert (
+        f"Lite0 | {said('train', 'fd_efficientnet.fd', 1)} | {fd:.1f} | {said('heldout', 'fd_efficientnet.fd', 1)} |"
+        in card
+    )
+    assert f"draws {100 * summary['scenes']['emoji_geneval']['mean']:.0f} % as asked" in card
+    guide = (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8")
+    for words, metric in (("single object", "single_object"), ("place", "place"), ("counting", "counting")):
+        assert re.search(rf"\| {words} \| [\d.]+ \| {said('scenes', metric, 2)} \|", guide)
