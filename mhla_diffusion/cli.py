@@ -300,7 +300,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not hasattr(args, "run"):
             build_parser().print_help()
             return 0
-        return args.run(args)
+        status = args.run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # at exit it would be too late to say nothing of a reader that is gone
+        return status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
         return 1

@@ -1,5 +1,6 @@
 import argparse
 import json
+import os
 import subprocess
 import sys
 
@@ -194,9 +195,13 @@ def test_a_traceback_is_shown_when_asked_for(here):
         main(["generate", "a", "--steps", "0", "--traceback"])
 
 
-def test_a_reader_that_stops_early_is_no_error():
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_stops_early_is_no_error(unbuffered):
     process = subprocess.Popen(
-        [sys.executable, "-m", "mhla_diffusion.cli", "env"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "mhla_diffusion.cli", "env"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
     )
     process.stdout.close()
     assert process.stderr.read() == b""

@@ -13,7 +13,7 @@ from compile_kernels import BFLOAT16, SHORT, Target, attend, attend_with_steps
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from mhla_diffusion.ops import triton_launch
+from mhla_diffusion.ops import replay, triton_launch
 from mhla_diffusion.ops.triton_configs import override
 
 LAUNCHED: list[tuple] = []
@@ -57,6 +57,20 @@ def is_pointer(x) -> bool:
     return isinstance(x, torch.Tensor) or type(x) is int and x > 2**36
 
 
+def keep_all_memory() -> list[torch.Tensor]:
+    """From now on no memory is used twice while the list that this gives holds it: equal addresses are equal buffers."""
+    made: list[torch.Tensor] = []
+
+    def keeping(function):
+        return lambda *args, **options: made.append(function(*args, **options)) or made[-1]
+
+    for name in ("empty", "zeros", "zeros_like"):
+        setattr(torch, name, keeping(getattr(torch, name)))
+    note = replay._Recording.made
+    replay._Recording.made = lambda self, x, make, buffer: note(self, x, keeping(make), buffer)
+    return made
+
+
 def main() -> None:
     driver.set_active(Target(90))
     triton_launch._generation = lambda x: 9
@@ -68,10 +82,7 @@ def main() -> None:
         "states, all steps": lambda: attend_with_steps(BFLOAT16, SHORT, 64),
     }
     prepare, prepared = triton_launch.launch, []
-    made, empty = [], torch.empty
-    torch.empty = lambda *args, **kwargs: (
-        made.append(empty(*args, **kwargs)) or made[-1]
-    )  # no memory is used twice
+    made = keep_all_memory()
 
     def watched(*args, **constants) -> None:
         prepared.append(args[0])
@@ -87,6 +98,7 @@ def main() -> None:
         check(again, expected, name)
         assert not prepared, f"{name}: prepared again"
         assert data_flow(again) == data_flow(expected), name
+        made.clear()
         print(f"Triton {triton.__version__}: {name}: {len(expected)} launches repeated")
 
 
