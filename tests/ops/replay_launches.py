@@ -58,7 +58,7 @@ def is_pointer(x) -> bool:
 
 
 def keep_all_memory() -> list[torch.Tensor]:
-    """From now on no memory is used twice while the list that this gives holds it: equal addresses are equal buffers."""
+    """From now on no memory that the list given back holds is used twice: equal addresses are equal buffers."""
     made: list[torch.Tensor] = []
 
     def keeping(function):
