@@ -20,7 +20,7 @@ import torch
 from . import image_rows, wan_rows
 from .model_steps import How, released, step_milliseconds
 from .profile_model import profile_step
-from .timing import about
+from .timing import about, earlier_result
 
 __all__ = ["MODELS", "chosen", "default_out", "run"]
 
@@ -60,11 +60,9 @@ def chosen(texts: Sequence[str], model: str | None = None) -> list:
 
 def kept_of(out: Path, start: dict) -> dict:
     """`start`, with what an earlier run with the same device, versions and settings measured."""
-    if not out.is_file():
+    found = earlier_result(out, start)
+    if found is None:
         return start
-    found = json.loads(out.read_text(encoding="utf-8"))
-    if any(found.get(name) != start[name] for name in ("device", "versions", "settings")):
-        raise ValueError(f"{out} holds rows of another device, version or setting: give another file")
     rows = [{name: value for name, value in row.items() if name != "error"} for row in found["rows"]]
     return start | {"rows": rows, "profiles": [row for row in found["profiles"] if "error" not in row]}
 

@@ -22,7 +22,7 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
 
 from ..pipelines.wan import MHLAWanPipeline
 from .model_steps import How, released, wait
-from .timing import about
+from .timing import about, earlier_result
 from .wan_rows import BLOCK_GRID, CAPTION_TOKENS, HYBRID, TINY_BLOCK_GRID, Case, stock_model, variant_of
 
 __all__ = ["ROWS", "Row", "run"]
@@ -241,16 +241,6 @@ def speedups(rows: list[dict]) -> dict:
     }
 
 
-def kept_of(out: Path, start: dict) -> list[dict]:
-    """Rows that an earlier call measured with the same device, versions and settings."""
-    if not out.is_file():
-        return []
-    found = json.loads(out.read_text(encoding="utf-8"))
-    if any(found.get(name) != start[name] for name in ("device", "versions", "settings")):
-        raise ValueError(f"{out} holds rows of another device, version or setting: give another file")
-    return [row for row in found["rows"] if "error" not in row]
-
-
 def run(
     out: Path,
     *,
@@ -290,7 +280,9 @@ def run(
     end = time.monotonic() + 60 * minutes
     result = {**about(where), "settings": settings_of(size, steps, guidance, eager, how)}
     result["versions"] = result["versions"] | {"diffusers": diffusers.__version__}
-    result |= {"rows": kept_of(out, result), "left_out": [], "times_faster_than_stock": {}}
+    earlier = earlier_result(out, result) or {"rows": []}
+    kept = [row for row in earlier["rows"] if "error" not in row]
+    result |= {"rows": kept, "left_out": [], "times_faster_than_stock": {}}
     out.parent.mkdir(parents=True, exist_ok=True)
     for row in ROWS:
         if (rows and row.name not in rows) or any(row.name == done["name"] for done in result["rows"]):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import datetime
 import functools
+import json
 import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
 __all__ = [
     "about",
     "copy_bandwidth",
+    "earlier_result",
     "graphed",
     "host_milliseconds",
     "milliseconds",
@@ -34,6 +37,19 @@ def about(device: torch.device) -> dict:
         )
         name = torch.cuda.get_device_name(device)
     return {"device": name, "versions": versions, "date": datetime.date.today().isoformat()}
+
+
+def earlier_result(out: Path, start: dict) -> dict | None:
+    """What the result file `out` holds, to be gone on with; None where there is none.
+
+    Raises ValueError where its device, versions or settings are others than those in `start`.
+    """
+    if not out.is_file():
+        return None
+    found = json.loads(out.read_text(encoding="utf-8"))
+    if any(found.get(name) != start[name] for name in ("device", "versions", "settings")):
+        raise ValueError(f"{out} holds rows of another device, version or setting: give another file")
+    return found
 
 
 def milliseconds(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int = 30) -> float:

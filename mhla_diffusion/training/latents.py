@@ -21,7 +21,7 @@ from .checkpoint import write_folder
 from .components import Components
 from .config import DataConfig
 from .losses import makes_videos
-from .tensor_file import TensorFile, TensorsInMemory
+from .tensor_file import GrowingTensorFile, TensorsInMemory
 from .transfer import fetched, upload
 
 _FORMAT = "1"  # part of every cache key; raise it when the encoding or the layout changes
@@ -62,7 +62,7 @@ def encode_source(
     source: PictureSource,
     vae: nn.Module,
     batch: int,
-    out: TensorFile | TensorsInMemory,
+    out: GrowingTensorFile | TensorsInMemory,
     unit: str = "picture",
 ) -> list[Captions]:
     """Encodes every readable picture into `out`, and returns the captions; a broken one is left out, with a warning.
@@ -143,7 +143,7 @@ def load_or_encode(
     unit = "clip" if makes_videos(parts.transformer) else "picture"
 
     def fill(temporary: Path) -> None:
-        with TensorFile(temporary / "latents.safetensors") as out:
+        with GrowingTensorFile(temporary / "latents.safetensors") as out:
             captions = encode_source(source, vae, config.encode_batch, out, unit)
         (temporary / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
 

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 
-_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.uint8: "U8", torch.int64: "I64"}
+from ..models.tensor_files import DTYPE_NAMES
+
 _ROOM = 1 << 16  # bytes for the header; a tensor takes about a hundred
 
 
-class TensorFile:
+class GrowingTensorFile:
     """A safetensors file whose tensors come one after the other; how many rows each has shows at the end.
 
     The header goes first in the file and is known last, so room is left for it and filled up with spaces, which the
@@ -30,7 +31,7 @@ class TensorFile:
         entry = self.entries.setdefault(
             name,
             {
-                "dtype": _TYPES[rows.dtype],
+                "dtype": DTYPE_NAMES[rows.dtype],
                 "shape": [0, *rows.shape[1:]],
                 "data_offsets": [self.end, self.end],
             },
@@ -41,7 +42,7 @@ class TensorFile:
         while data:
             data = data[self.file.write(data) :]  # a system may take a part only
 
-    def __enter__(self) -> TensorFile:
+    def __enter__(self) -> GrowingTensorFile:
         return self
 
     def __exit__(self, kind, *_) -> None:

@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from mhla_diffusion.training.tensor_file import TensorFile, TensorsInMemory
+from mhla_diffusion.training.tensor_file import GrowingTensorFile, TensorsInMemory
 
 TENSORS = {
     "0": torch.randn(7, 3, 2),
@@ -23,7 +23,7 @@ def fill(out):
 
 def test_a_file_is_read_as_any_other(tmp_path):
     path = tmp_path / "x.safetensors"
-    with TensorFile(path) as out:
+    with GrowingTensorFile(path) as out:
         fill(out)
     memory = TensorsInMemory()
     fill(memory)
@@ -38,7 +38,7 @@ def test_a_file_is_read_as_any_other(tmp_path):
 
 def test_an_error_leaves_no_file_that_can_be_read(tmp_path):
     path = tmp_path / "x.safetensors"
-    with pytest.raises(RuntimeError, match="stop"), TensorFile(path) as out:
+    with pytest.raises(RuntimeError, match="stop"), GrowingTensorFile(path) as out:
         fill(out)
         raise RuntimeError("stop")
     with pytest.raises(Exception, match="header|Header"):
@@ -46,7 +46,10 @@ def test_an_error_leaves_no_file_that_can_be_read(tmp_path):
 
 
 def test_too_many_tensors_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="1000 tensors are too many"), TensorFile(tmp_path / "x") as out:
+    with (
+        pytest.raises(ValueError, match="1000 tensors are too many"),
+        GrowingTensorFile(tmp_path / "x") as out,
+    ):
         for number in range(1000):
             out.append(str(number), torch.ones(1))
 
