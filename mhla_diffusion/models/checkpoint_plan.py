@@ -1,6 +1,7 @@
 """What a conversion will do, worked out from keys, shapes and configs before any weight is copied."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -104,7 +105,9 @@ class Plan:
         taken = next((file for file in self.files if file.taken_from), None)
         if taken:
             lines.append(f"weights taken from the entry {taken.taken_from!r} of {taken.path.name}")
-        lines += [f"left out: {key} ({why})" for key, why in self.left_out.items()]
+        for why in dict.fromkeys(self.left_out.values()):
+            keys = [key for key, reason in self.left_out.items() if reason == why]
+            lines.append(f"left out: {compressed(keys)} ({why})")
         if self.drift:
             errors = list(self.drift.values())
             lines.append(
@@ -207,7 +210,11 @@ def described(
     if stored is not None:
         if layout not in ("auto", "diffusers"):
             raise ValueError(f"the folder is in Diffusers' layout, not in {layout!r}: leave --from out")
-        return *class_and_arguments(stored), None, [Move(key, key) for key in shapes], {}
+        name, arguments = class_and_arguments(stored)
+        left_out = dict.fromkeys(
+            ignored(shapes, family_named(name)), "the stock model has no use for it, either"
+        )
+        return name, arguments, None, [Move(key, key) for key in shapes if key not in left_out], left_out
     found = find_layout(shapes, layout)
     moves, left_out, unexpected = expand(found, shapes)
     if unexpected:
@@ -217,6 +224,12 @@ def described(
         known["mhla_block_grid"] = tuple(block_grid)
     arguments = found.read_config(shapes, lambda key: owner[key].read(key), known)
     return found.model, arguments, found, moves, left_out
+
+
+def ignored(keys: Iterable[str], family: Family) -> list[str]:
+    """The keys that published checkpoints hold and the stock class itself drops (`norm_added_q` of Wan 2.1's I2V)."""
+    patterns = family.stock._keys_to_ignore_on_load_unexpected or ()
+    return [key for key in keys if any(re.search(pattern, key) for pattern in patterns)]
 
 
 def refuse_changes(layers, gate: bool, local_conv: int | None) -> None:

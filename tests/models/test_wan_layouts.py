@@ -276,3 +276,24 @@ def test_a_stock_model_becomes_a_hybrid_by_a_share_of_its_layers(tmp_path):
     convert_folder(tmp_path / "again", tmp_path / "other", block_grid=(2, 5, 5))
     other = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "other")
     assert other.blocks[1].attn1.mixing.weight.shape == (50, 50)
+
+
+@torch.no_grad()
+def test_a_weight_that_the_stock_class_itself_ignores_is_left_out_by_name(tmp_path):
+    """Published Wan 2.1 I2V folders in Diffusers' layout hold a norm that nothing uses; any other key is an error."""
+    stock = tiny_wan.stock_transformer(**tiny_wan.IMAGE_TO_VIDEO)
+    stock.save_pretrained(tmp_path / "stock")
+    file = tmp_path / "stock" / "diffusion_pytorch_model.safetensors"
+    state = stock.state_dict() | {f"blocks.{i}.attn2.norm_added_q.weight": torch.ones(24) for i in range(2)}
+    save_file(state, file)
+    done = convert_folder(tmp_path / "stock", tmp_path / "out", layers=[])
+    assert "left out: blocks.{0-1}.attn2.norm_added_q.weight (the stock model has no use for it, either)" in (
+        done.report()
+    )
+    ours = MHLAWanTransformer3DModel.from_pretrained(tmp_path / "out")
+    assert torch.equal(run(ours, **tiny_wan.image_inputs()), run(stock, **tiny_wan.image_inputs()))
+    single = MHLAWanTransformer3DModel.from_single_file(file, config=tmp_path / "stock", mhla_layers=[])
+    assert torch.equal(run(single, **tiny_wan.image_inputs()), run(stock, **tiny_wan.image_inputs()))
+    save_file(state | {"blocks.0.attn2.norm_added_p.weight": torch.ones(24)}, file)
+    with pytest.raises(ValueError, match="no place for: blocks.0.attn2.norm_added_p.weight"):
+        convert_folder(tmp_path / "stock", tmp_path / "other")
