@@ -11,6 +11,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "eval" / "results"
 
 
+def words_of(page: Path) -> str:
+    """The text without its line breaks."""
+    return " ".join(page.read_text(encoding="utf-8").split())
+
+
 @pytest.fixture(scope="module")
 def program():
     return load_program("eval/result_docs.py")
@@ -210,6 +215,48 @@ def test_the_guide_of_whole_models_says_what_the_files_say(program):
         9.5 < 1e3 * (row["peak_gb"] - row["stock_peak_gb"]) < 11
         and "The 10 MB that DiT-512 holds above" in text
     )
+
+
+def test_the_guide_of_whole_models_says_where_eager_steps_are_slower(program):
+    text = words_of(program.PAGES[1])
+    now = json.loads((RESULTS / "image_models_h200.json").read_text(encoding="utf-8"))
+    rows = {row["name"]: row for row in now["rows"]}
+    small, graph = rows["dit-S/2-512/train/eager"], rows["dit-S/2-512/train/compiled"]
+    ratio = small["ours_ms"] / small["stock_ms"]
+    assert (
+        f"trains slower than stock**: {small['ours_ms']:.1f} ms for {small['stock_ms']:.1f}, {ratio:.2f} times its "
+        f"time, and with {1e3 * (small['peak_gb'] - small['stock_peak_gb']):.0f} MB more at its peak" in text
+    )
+    assert (
+        "needs {ours:.1f} ms to issue ours and {stock:.1f} to issue stock's".format(**small["host_ms"])
+        in text
+    )
+    assert f"the floor's, {small['host_ms']['floor']:.1f}," in text
+    assert small["host_ms"]["floor"] > small["floor_ms"]
+    assert "device {ours_ms:.1f} and {stock_ms:.1f}: both wait".format(**graph) in text
+    assert (
+        "no graph, each timed by itself, ours takes {ours:.1f} ms and stock {stock:.1f}".format(
+            **graph["without_graph_ms"]
+        )
+        in text
+    )
+    large = rows["dit-XL/2-512/train/eager"]
+    assert f"trains in {large['ours_ms'] / large['stock_ms']:.2f} of stock's time without compiling" in text
+    eager, replay = rows["dit-XL/2-256/forward/eager"], rows["dit-XL/2-256/forward/compiled"]
+    said = [eager["host_ms"]["ours"], eager["ours_ms"], eager["host_ms"]["stock"], eager["stock_ms"]]
+    said += [replay["ours_ms"], replay["stock_ms"]]
+    assert (
+        "{:.1f} of our {:.1f} ms go by until the pass is issued and {:.1f} of stock's {:.1f}, where the replay of "
+        "the compiled pass takes {:.1f} and {:.1f}".format(*said)
+        in text
+    )
+    scattered = rows["dit-XL/2-512/forward/eager"]
+    assert (
+        f"took {scattered['ours_ms']:.1f} ms in turns, and {scattered['host_ms']['ours']:.1f} ms to issue"
+        in text
+    )
+    slower = [row["name"] for row in now["rows"] if row["ours_ms"] > row["stock_ms"]]
+    assert slower == [small["name"]]
 
 
 def test_the_scores_of_the_shipped_pipeline_are_those_of_the_file():
