@@ -122,16 +122,18 @@ class FiniteWatch:
             self.fail(pipe, finite.index(False))
 
     @staticmethod
-    def fail(pipe: DiffusionPipeline, step: int, where: str = "") -> NoReturn:
+    def fail(pipe: DiffusionPipeline, step: int, where: str = "", advice: str | None = None) -> NoReturn:
         """Raise the FloatingPointError for this step, with words that say `where` in it the values arose."""
         pipe.maybe_free_model_hooks()
-        transformer = (
-            pipe.transformer or pipe.transformer_2
-        )  # the second of Wan 2.2's experts may do all steps
+        if advice is None:
+            # The second of Wan 2.2's experts may do all steps.
+            dtype = (pipe.transformer or pipe.transformer_2).dtype
+            advice = (
+                f"load the pipeline in torch.float32 or torch.bfloat16 (the transformer is {dtype}), or check its "
+                "weights"
+            )
         raise FloatingPointError(
-            f"the latents are infinite or NaN after step {step + 1} of {pipe.num_timesteps}{where}: load the "
-            f"pipeline in torch.float32 or torch.bfloat16 (the transformer is {transformer.dtype}), or check "
-            "its weights"
+            f"the latents are infinite or NaN after step {step + 1} of {pipe.num_timesteps}{where}: {advice}"
         )
 
 
@@ -166,8 +168,12 @@ def check_generators(generator, pictures: int, what: str = "picture") -> None:
 
 
 def check_latents(latents, shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless `latents` is None or a tensor of this shape."""
-    if latents is None or (isinstance(latents, torch.Tensor) and tuple(latents.shape) == shape):
+    """Raise ValueError unless `latents` is None or a finite tensor of this shape."""
+    if latents is None:
+        return
+    if isinstance(latents, torch.Tensor) and tuple(latents.shape) == shape:
+        if not latents.isfinite().all():
+            raise ValueError("latents hold infinite values or NaN: give finite ones, such as normal noise")
         return
     given = (
         f"shape {tuple(latents.shape)}"

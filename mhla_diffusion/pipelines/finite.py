@@ -36,6 +36,8 @@ class VideoWatch(FiniteWatch):
         if self.callback is not None:
             given = {name: tensors[name] for name in self.callback_inputs}
             changed = self.callback(pipe, step, timestep, given) or {}
+        if "latents" in changed and not changed["latents"].isfinite().all():
+            self.fail(pipe, step, ", as callback_on_step_end returned them", "check what it returns")
         self.latents = changed.get("latents", tensors["latents"])
         return changed
 

@@ -209,6 +209,18 @@ def test_callbacks_see_and_change_the_tensors_they_ask_for(pipe):
     assert seen == [(0, names), (1, names)] and made.shape == (1, CHANNELS, 2, 4, 6) and not made.any()
 
 
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("output_type", ["latent", "np"])
+def test_a_callback_that_returns_values_that_are_not_finite_is_named(pipe, at, output_type):
+    def callback(pipe, step, timestep, tensors):
+        return {"latents": tensors["latents"] / 0} if step == at else None
+
+    told = f"after step {at + 1} of 2, as callback_on_step_end returned them: check what it returns"
+    with pytest.raises(FloatingPointError, match=told) as caught:
+        make(pipe, output_type=output_type, callback_on_step_end=callback)
+    one_line(caught)
+
+
 def test_given_noise_and_every_kind_of_output(pipe):
     noise = torch.randn(1, CHANNELS, 2, 4, 6, generator=generator(0))
     frames = make(pipe, latents=noise)
@@ -285,6 +297,10 @@ def test_captions_and_decoders_that_are_not_finite_are_told_apart(pipe):
         ({"prompt": "a", "generator": [1]}, "give a torch.Generator"),
         ({"prompt": "a", "generator": [torch.Generator()] * 2}, "generator has 2 entries for 1 video"),
         ({"prompt": "a", "latents": torch.zeros(1, 4, 5, 4, 6)}, r"this call needs \(1, 4, 2, 4, 6\)"),
+        (
+            {"prompt": "a", "latents": torch.full((1, 4, 2, 4, 6), float("inf"))},
+            "latents hold infinite values or NaN: give finite ones",
+        ),
         ({"prompt_embeds": torch.zeros(1, 6, 5)}, r"here \(1, any, 12\)"),
         ({"prompt_embeds": [[0.0] * 12]}, "prompt_embeds have the type list: give a tensor"),
         (
