@@ -23,6 +23,12 @@ TITLES = {
 }  # fmt: skip
 PASSES = {"forward": "forward", "forward_backward": "both"}
 STEPS = ("summarise", "mix", "read_out", "dual_forward")  # of a forward pass
+DUAL_BACKWARD = "dual_query"  # the step that launches both kernels of the dual form's backward pass
+WAITS = {
+    "long_scoreboard": "memory", "short_scoreboard": "shared memory", "barrier": "barriers", "wait": "fixed latency",
+    "mio_throttle": "full queues", "lg_throttle": "full queues of memory", "math_pipe_throttle": "full pipes",
+    "gmma": "products",
+}  # fmt: skip
 
 
 def table(titles: list[str], lines: list[list[str]]) -> str:
@@ -115,19 +121,28 @@ def forms() -> str:
     return f"{said}\n\n{table(['shape, head dim', *titles[0], *titles[1]], lines)}"
 
 
+def waits_of(kernel: dict) -> list[tuple[str, float]]:
+    """What its warps wait for, most of all first, as shares of all the waits that were counted."""
+    counted = {name: kernel[f"stalled_{reason}"] for reason, name in WAITS.items()}
+    whole = sum(counted.values())
+    return sorted(((name, each / whole) for name, each in counted.items()), key=lambda pair: -pair[1])
+
+
 def counters() -> str:
     lines = [
         [
-            kernel["name"], kernel["step"], f"{kernel['time_ns'] / 1e3:.1f}", f"{kernel['dram_gb_per_s'] / 1e3:.2f}",
-            *[f"{kernel[f'{name}_pct_of_peak']:.0f} %" for name in ("dram", "l2")], f"{kernel['l2_hit_pct']:.0f} %",
-            *[f"{kernel[f'{name}_pct_of_peak']:.0f} %" for name in ("tensor", "warps")],
-            f"{kernel['registers']:.0f}",
+            kernel["name"], kernel["kernel"].removesuffix("_kernel"), f"{kernel['time_ns'] / 1e3:.1f}",
+            f"{kernel['dram_bytes'] / 1e6:.0f}", f"{kernel['dram_gb_per_s'] / 1e3:.2f}",
+            *[f"{kernel[f'{part}_pct_of_peak']:.0f} %" for part in ("dram", "l2")], f"{kernel['l2_hit_pct']:.0f} %",
+            *[f"{kernel[f'{part}_pct_of_peak']:.0f} %" for part in ("tensor", "sm", "warps")],
+            f"{kernel['registers']:.0f}", "{}, {:.0%}".format(*waits_of(kernel)[0]).replace("%", " %"),
         ]
         for kernel in result_of("op_counters_h200.json")["kernels"]
-        if kernel["step"] in STEPS and kernel["kernel"] != "spread_kernel"
+        if kernel["step"] in (*STEPS, DUAL_BACKWARD) and kernel["kernel"] != "spread_kernel"
     ]  # fmt: skip
-    titles = ["µs", "TB/s of memory", "memory's peak", "L2's peak", "hits in L2", "tensor cores", "warps"]
-    return table(["shape", "step", *titles, "registers"], lines)
+    titles = ["µs", "MB", "TB/s of memory", "memory's peak", "L2's peak", "hits in L2", "tensor cores"]
+    titles += ["multiprocessors", "warps", "registers", "waits most for"]
+    return table(["shape", "kernel", *titles], lines)
 
 
 def ratio_cell(value: float | None, target: float | None, met: bool) -> str:
