@@ -73,7 +73,7 @@ class MHLADiTPipeline(CheckedLoading, DiTPipeline, SanaLoraLoaderMixin):
         id2label: dict[int, str] | dict[str, str] | None = None,
         guidance_channels: int | None = None,
         default_steps: int = 50,
-        default_guidance_scale: float = 4.0,
+        default_guidance_scale: int | float = 4.0,
     ):
         if not hasattr(transformer.config, "num_embeds_ada_norm"):
             raise ValueError(

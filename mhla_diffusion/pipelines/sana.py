@@ -63,7 +63,7 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
         transformer: SanaTransformer2DModel | MHLASanaTransformer2DModel,
         scheduler: DPMSolverMultistepScheduler,
         default_steps: int = 20,
-        default_guidance_scale: float = 4.5,
+        default_guidance_scale: int | float = 4.5,
         default_height: int | None = None,
         default_width: int | None = None,
         default_negative_prompt: str = "",

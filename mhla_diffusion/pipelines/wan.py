@@ -15,6 +15,7 @@ from .checks import (
     CheckedLoading,
     check_attention_kwargs,
     check_choice,
+    check_defaults,
     check_frames,
     check_generators,
     check_latents,
@@ -28,6 +29,7 @@ from .checks import (
     wanted_tensors,
 )
 from .finite import FiniteVideoProcessor, VideoWatch
+from .videos import check_fps
 
 
 class MHLAWanPipeline(CheckedLoading, WanPipeline):
@@ -48,6 +50,8 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
         default_fps: frames a second that the model was trained with; what saves a video reads it.
         default_negative_prompt: what guidance leads away from.
         max_sequence_length: tokens that a caption is padded or cut to.
+
+    Raises ValueError on a default that no call could use.
     """
 
     def __init__(
@@ -61,14 +65,23 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
         boundary_ratio: float | None = None,
         expand_timesteps: bool = False,
         default_steps: int = 50,
-        default_guidance_scale: float = 5.0,
+        default_guidance_scale: int | float = 5.0,
         default_height: int = 480,
         default_width: int = 832,
         default_frames: int = 81,
-        default_fps: float = 16,
+        default_fps: int | float = 16,
         default_negative_prompt: str = "",
         max_sequence_length: int = 512,
     ):
+        check_defaults(default_steps, default_guidance_scale)
+        for name, value in {
+            "default_height": default_height,
+            "default_width": default_width,
+            "default_frames": default_frames,
+            "max_sequence_length": max_sequence_length,
+        }.items():
+            check_number(name, value, minimum=1, whole=True)
+        check_fps(default_fps)
         super().__init__(
             tokenizer,
             text_encoder,

@@ -1,6 +1,7 @@
 """MHLAWanPipeline: stock Wan's videos, defaults kept, sizes and frames by rule, faults named before they cost time."""
 
 import json
+import logging
 import warnings
 
 import numpy as np
@@ -86,6 +87,23 @@ def test_a_saved_pipeline_makes_videos_with_its_own_settings(tmp_path):
     explicit = make(saved, num_inference_steps=2, guidance_scale=2.0, negative_prompt="green", **SIZE)
     assert torch.equal(explicit, expected)
     assert not torch.equal(make(saved, negative_prompt="blue"), expected)
+
+
+def test_whole_numbers_are_rates_and_scales_without_a_word_and_others_are_refused(
+    tmp_path, caplog, monkeypatch
+):
+    pipeline(default_guidance_scale=3, default_fps=24).save_pretrained(tmp_path)
+    monkeypatch.setattr(logging.getLogger("diffusers"), "propagate", True)
+    assert load_pipeline(tmp_path).fps == 24
+    assert "Expected types" not in caplog.text
+    for default, told in (
+        ({"default_steps": 0}, "default_steps=0: give an integer"),
+        ({"default_frames": 8.5}, "default_frames=8.5: give an integer"),
+        ({"default_height": "32"}, "default_height='32': give an integer"),
+        ({"default_fps": 0}, "fps is 0: give the frames of a second"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            pipeline(**default)
 
 
 def test_the_stock_pipeline_loads_our_transformer_and_ours_takes_its_parts(tmp_path):
