@@ -41,6 +41,20 @@ class Picture(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+def picture_files(folder: Path) -> list[Path]:
+    """Every picture below a folder, in the order of their paths; hidden files, and what lies in hidden folders, not.
+
+    Programs put settings beside pictures, and notebooks keep copies in `.ipynb_checkpoints`.
+    """
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in SUFFIXES
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and not path.is_dir()
+    )
+
+
 def codec_of(name: str) -> str:
     """Of a format's name or a suffix."""
     name = name.lower().lstrip(".")
@@ -52,8 +66,8 @@ def decode(file: Path | Stored, background: str | None) -> Picture:
     try:
         with Image.open(io.BytesIO(file.read()) if isinstance(file, Stored) else file) as image:
             mode, codec = image.mode, codec_of(image.format)
-            if mode[0] in "IF":
-                what = f"it has more than 8 bits a colour (mode {mode}), which stand for other colours: store it with 8"
+            if deep := deep_mode(image):
+                what = f"it has more than 8 bits a colour (mode {deep}), which stand for other colours: store it with 8"
                 return Picture(what, mode, codec)
             notes = notes_of(image)
             image.load()
@@ -68,6 +82,14 @@ def decode(file: Path | Stored, background: str | None) -> Picture:
     except Exception as error:  # every codec has faults of its own for broken files
         return Picture(f"cannot be read ({' '.join(str(error).split())})", "unreadable", "")
     return Picture(torch.from_numpy(array.copy()).permute(2, 0, 1).contiguous(), mode, codec, notes)
+
+
+def deep_mode(image: Image.Image) -> str | None:
+    """How a picture of more than 8 bits a colour is stored; None of 8. Of colours Pillow keeps 8, and says nothing."""
+    if image.mode[0] in "IF":
+        return image.mode
+    stored = (tile.args if isinstance(tile.args, tuple) else (tile.args,) for tile in image.tile)
+    return next((mode for args in stored for mode in args if isinstance(mode, str) and ";16" in mode), None)
 
 
 def notes_of(image: Image.Image) -> tuple[str, ...]:

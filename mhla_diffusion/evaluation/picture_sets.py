@@ -20,7 +20,17 @@ from PIL import ImageColor
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .decoding import ANIMATED, ROTATED, SUFFIXES, Picture, PictureFiles, Stored, codec_of, packed
+from .decoding import (
+    ANIMATED,
+    ROTATED,
+    SUFFIXES,
+    Picture,
+    PictureFiles,
+    Stored,
+    codec_of,
+    packed,
+    picture_files,
+)
 from .networks.preparation import as_uint8
 
 ARRAY = "arr_0.npy"
@@ -149,9 +159,7 @@ class Folder(PictureSet):
     """Every picture below a folder, in the order of their paths."""
 
     def __init__(self, path: Path, limit: int | None = None, **options):
-        # Programs put a picture's settings or a contact sheet beside pictures; only pictures count, hidden ones do not.
-        names = (p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
-        self.files = sorted(p for p in names if not p.is_dir())[:limit]
+        self.files = picture_files(path)[:limit]
         if not self.files:
             raise ValueError(f"{path} holds no pictures ({', '.join(sorted(SUFFIXES))}): give another folder")
         super().__init__(str(path), len(self.files), **options)

@@ -3,7 +3,9 @@
 import gzip
 import io
 import json
+import struct
 import tarfile
+import zlib
 
 import numpy as np
 import pytest
@@ -29,6 +31,8 @@ def folder_of(path, pictures: np.ndarray, suffix: str = "png"):
         Image.fromarray(picture).save(place / f"{index:03}.{suffix}")
     (path / "settings.json").write_text("{}")
     (path / ".hidden.png").write_text("no picture")
+    (path / ".ipynb_checkpoints").mkdir(exist_ok=True)
+    (path / ".ipynb_checkpoints" / "copy.png").write_text("no picture")
     return path
 
 
@@ -189,6 +193,24 @@ def test_more_than_8_bits_a_colour_are_refused_rather_than_cut_off(tmp_path, kin
     Image.fromarray(np.full((6, 8), 1000, kind)).save(tmp_path / "a.tif")
     with pytest.raises(ValueError, match=r"a.tif: it has more than 8 bits a colour \(mode [IF]"):
         list(open_pictures(tmp_path).batches())
+
+
+@pytest.mark.parametrize(("name", "channels"), [("rgb", 3), ("rgba", 4)])
+def test_16_bits_a_colour_are_refused_of_colours_too(tmp_path, name, channels):
+    """Pillow reads such PNGs as 8 bits a colour; what it leaves out is cut off, not rounded."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 2, 1, 16, {3: 2, 4: 6}[channels], 0, 0, 0)
+    rows = zlib.compress(b"\0" + bytes(range(2 * 2 * channels)))
+    parts = [(b"IHDR", header), (b"IDAT", rows), (b"IEND", b"")]
+    content = b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+    (tmp_path / "a.png").write_bytes(content)
+    with pytest.raises(
+        ValueError, match=rf"a.png: it has more than 8 bits a colour \(mode {name.upper()};16B\)"
+    ):
+        list(open_pictures(tmp_path, background="white").batches())
 
 
 def test_what_pixels_do_not_show_is_said(tmp_path):

@@ -70,10 +70,9 @@ def files_of(folder: Path, kind: str) -> tuple[list[Path], Callable[[Path], dict
         from ..vbench.check import VIDEO_SUFFIXES
 
         return sorted(p for p in folder.iterdir() if p.suffix.lower() in VIDEO_SUFFIXES), read_video_settings
-    from ..decoding import SUFFIXES
+    from ..decoding import picture_files
 
-    names = (p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
-    return sorted(names), read_settings
+    return picture_files(folder), read_settings
 
 
 def distinct(values: Sequence[Any]) -> list[Any]:
