@@ -24,7 +24,30 @@ from .moments import Moments, checked_features, empty_state, merge, merge_two, m
 from .neighbours import Shares, precision_recall
 
 
-class PictureSetMetric(Metric):
+class GatheredRows(Metric):
+    """A metric whose lists hold at least an empty part before processes exchange them.
+
+    Otherwise torchmetrics skips the list of a process without any picture, and the others wait for it or break off.
+    """
+
+    def rows(self, name: str) -> Tensor:
+        """No rows, in the shape and type of the parts of the list `name`."""
+        raise NotImplementedError
+
+    def sync(self, *args: Any, **kwargs: Any) -> None:
+        for name in self.metric_state:
+            parts = getattr(self, name)
+            if isinstance(parts, list) and not parts:
+                parts.append(self.rows(name))
+        super().sync(*args, **kwargs)
+
+    def whole(self, name: str) -> Tensor:
+        """All rows of a list, after gathering or before."""
+        parts = getattr(self, name)
+        return parts if isinstance(parts, Tensor) else torch.cat([self.rows(name), *parts])
+
+
+class PictureSetMetric(GatheredRows):
     """What the metrics share.
 
     Args:
@@ -64,7 +87,12 @@ class PictureSetMetric(Metric):
             raise ValueError(
                 f"{features.shape[1]} features where {self.width} were announced: give another width"
             )
-        return features.detach().to(self.device)
+        features = features.detach().to(self.device)
+        return features.double() if self.extractor is None else features
+
+    def rows(self, name: str) -> Tensor:
+        dtype = torch.float64 if self.extractor is None else torch.float32
+        return torch.zeros(0, self.width, dtype=dtype, device=self.device)
 
     def reset(self) -> None:
         if self.reset_real_features or self.real_state is None:
@@ -126,7 +154,7 @@ class FrechetDistance(PictureSetMetric):
 
 
 class FeatureSetMetric(PictureSetMetric):
-    """Keeps every feature, float32 from an extractor: 8 kB a picture with Inception."""
+    """Keeps every feature, float32 from an extractor (8 kB a picture with Inception), float64 of given ones."""
 
     real_state = "real_features"
 
@@ -143,13 +171,7 @@ class FeatureSetMetric(PictureSetMetric):
 
     def sides(self) -> tuple[Tensor, Tensor]:
         """Real and fake features, after gathering or before."""
-
-        def whole(parts) -> Tensor:
-            if isinstance(parts, Tensor):
-                return parts
-            return torch.cat(parts) if parts else torch.zeros(0, self.width, device=self.device)
-
-        return whole(self.real_features), whole(self.fake_features)
+        return self.whole("real_features"), self.whole("fake_features")
 
 
 class KernelDistance(FeatureSetMetric):
@@ -247,11 +269,10 @@ class InceptionScore(PictureSetMetric):
         self.logits.append(logits[:0] if real else logits)
 
     def compute(self) -> ScoreEstimate:
-        logits = self.logits if isinstance(self.logits, Tensor) else torch.cat(self.logits)
-        return inception_score(logits, **self.settings)
+        return inception_score(self.whole("logits"), **self.settings)
 
 
-class ClipScore(Metric):
+class ClipScore(GatheredRows):
     """CLIP score of pictures and their captions, `update(pictures, captions)`; `compute` gives a `ClipEstimate`.
 
     Args:
@@ -282,6 +303,7 @@ class ClipScore(Metric):
         self.cosines.append(values.detach().to(self.device))
 
     def compute(self) -> ClipEstimate:
-        parts = self.cosines
-        values = parts if isinstance(parts, Tensor) else torch.cat(parts) if parts else torch.zeros(0)
-        return estimate(values, int(self.truncated))
+        return estimate(self.whole("cosines"), int(self.truncated))
+
+    def rows(self, name: str) -> Tensor:
+        return torch.zeros(0, dtype=torch.float64, device=self.device)

@@ -185,6 +185,11 @@ def test_what_does_not_fit_is_refused(extractor):
         FrechetDistance(extractor).set_reference(moments_of(torch.randn(5, 3)))
     with pytest.raises(ValueError, match="Unexpected keyword"):
         FrechetDistance(extractor, widht=3)
+    with (
+        pytest.warns(UserWarning, match="before the ``update``"),
+        pytest.raises(ValueError, match="0 samples"),
+    ):
+        InceptionScore(width=10).compute()
 
 
 TWO_PROCESSES = """
@@ -219,6 +224,13 @@ if rank == 0:
     captions.update(images[:5], texts[:5])
 captions.update(images[5 + rank :: 2], texts[5 + rank :: 2])
 clip = captions.compute()
+idle = everything(extractor)  # one process has no picture at all: fewer of them than processes
+silent = ClipScore()
+if rank == 0:
+    silent.update(images, texts)
+    for side, is_real in ((real, True), (fake, False)):
+        idle.update(side, real=is_real)
+idle, silent = idle.compute(), silent.compute()
 dist.destroy_process_group()
 if rank == 0:
     whole = gathered(extractor, real, torch.cat([fake[0::2], fake[1::2]]), 50)
@@ -226,7 +238,10 @@ if rank == 0:
         torch.testing.assert_close(found[name], whole[name], rtol=1e-9, atol=1e-12, msg=name)
     torch.testing.assert_close(against, whole["fd"], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(clip.score, estimate(cosines(images, texts)).score, rtol=1e-12, atol=0)
-    assert clip.count == 9
+    assert clip.count == silent.count == 9
+    alone = gathered(extractor, real, fake, 50)
+    for name in alone:
+        torch.testing.assert_close(idle[name], alone[name], rtol=1e-9, atol=1e-12, msg=name)
     print("equal")
 """
 
