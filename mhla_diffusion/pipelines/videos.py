@@ -102,6 +102,13 @@ def stacked(frames: list) -> np.ndarray:
             raise ValueError(
                 f"frame {index} has shape {array.shape}, frame 0 {arrays[0].shape}: give frames of one size"
             )
+        if (array.dtype == np.uint8) != (
+            arrays[0].dtype == np.uint8
+        ):  # stacked, one kind would pass for the other
+            raise ValueError(
+                f"frame {index} is of dtype {array.dtype}, frame 0 of {arrays[0].dtype}: give all as uint8 or all as "
+                "floats"
+            )
     return np.stack(arrays)
 
 
@@ -177,10 +184,10 @@ def save_video(
     fps = int(fps) if fps == int(fps) else float(fps)
     settings = {**(settings or {}), "video": {"frames": count, "height": height, "width": width, "fps": fps}}
     try:
-        text = json.dumps(settings, ensure_ascii=False, indent=2)
+        text = json.dumps(settings, ensure_ascii=False, indent=2, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"the settings cannot be stored as JSON ({error}): give texts and numbers"
+            f"the settings cannot be stored as JSON ({error}): give texts and finite numbers"
         ) from error
     write = {".mp4": write_mp4, ".gif": write_gif, "": write_folder}.get(path.suffix.lower())
     if write is None:

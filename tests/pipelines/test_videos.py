@@ -132,6 +132,11 @@ def bad_frame(value: float) -> np.ndarray:
         (np.zeros((16, 16, 3)), r"a video of shape \(16, 16, 3\)"),
         (np.zeros((4, 16, 16, 4)), r"shape \(4, 16, 16, 4\)"),
         ([np.zeros((16, 16, 3)), np.zeros((16, 8, 3))], "frame 1 has shape"),
+        (
+            [np.ones((16, 16, 3), np.uint8), np.ones((16, 16, 3))],
+            "frame 1 is of dtype float64, frame 0 of uint8",
+        ),
+        ([np.ones((16, 16, 3)), Image.new("RGB", (16, 16))], "frame 1 is of dtype uint8, frame 0 of float64"),
         (np.zeros((4, 16, 16, 3), np.int64), "dtype int64: give uint8"),
     ],
 )
@@ -154,6 +159,11 @@ def test_what_cannot_be_shown_is_refused_and_nothing_is_written(tmp_path, video,
         ("a.mp4", {"quality": True}, "quality is True"),
         ("a.mp4", {"settings": "a cat"}, "the settings are 'a cat': give a dict"),
         ("a", {"settings": {"seed": np.float32(3)}}, "cannot be stored as JSON"),
+        (
+            "a.mp4",
+            {"settings": {"loss": float("nan")}},
+            "cannot be stored as JSON .*: give texts and finite numbers",
+        ),
         ("a.gif", {"fps": 60}, "at most 50 frames a second"),
         ("a.mp4", {"settings": {"video": 1}}, 'hold "video" already'),
     ],
