@@ -25,6 +25,7 @@ from torch import nn
 from .blocks import effective_block_grid, integer
 from .mixing import BlockMixing, handed_out
 from .ops import mhla_attention
+from .ops.local_convolution import local_convolution
 
 # SiLU(GATE_SHIFT) = 1: a gate whose projection is zero changes nothing, and weight decay pulls it there.
 GATE_SHIFT = 1.2784645
@@ -63,13 +64,24 @@ class NeutralLinear(nn.Linear):
         self.bias.zero_()
 
 
-class NeutralConv2d(nn.Conv2d):
-    """A convolution that starts at zero."""
+class NeutralDepthwiseMixin:
+    """A depthwise convolution over the token grid that starts at zero; comes first among the bases."""
+
+    backend = "auto"  # as an MHLA attention's: "eager" and "reference" leave the kernels out
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.weight.zero_()
         self.bias.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.backend in ("eager", "reference"):
+            return super().forward(x)
+        return local_convolution(x, self.weight, self.bias)
+
+
+class NeutralConv2d(NeutralDepthwiseMixin, nn.Conv2d):
+    """Over `(B, C, rows, columns)`."""
 
 
 def odd_size(local_conv) -> int:

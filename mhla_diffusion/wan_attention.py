@@ -20,7 +20,7 @@ from .attention import (
     GridSelfAttention,
     MHLAAttnProcessor,
     MHLASelfAttention,
-    NeutralConv2d,
+    NeutralDepthwiseMixin,
     OutputScale,
     SoftmaxAttnProcessor,
     SoftmaxSelfAttention,
@@ -79,10 +79,8 @@ def share_of(config, tokens: int, grid: tuple[int, int, int]) -> Share | None:
     return share
 
 
-class NeutralConv3d(nn.Conv3d):
-    """A convolution that starts at zero."""
-
-    reset_parameters = NeutralConv2d.reset_parameters
+class NeutralConv3d(NeutralDepthwiseMixin, nn.Conv3d):
+    """Over `(B, C, frames, rows, columns)`."""
 
 
 class AcrossHeadsNorm(nn.RMSNorm):

@@ -11,7 +11,7 @@ import torch
 from diffusers import ModelMixin, TaylorSeerCacheConfig
 from torch import nn
 
-from ..attention import GridSelfAttention, MHLASelfAttention
+from ..attention import GridSelfAttention, MHLASelfAttention, NeutralDepthwiseMixin
 from ..building import BUILDING
 from ..feed_forward import GatedDepthwiseConv2d
 from ..ops.backends import BACKENDS
@@ -70,11 +70,11 @@ class MHLAModelMixin(CardWithImportLine, AdapterMixin, ContextParallelMixin):
     def set_mhla_backend(self, backend: str) -> None:
         """Choose the operator's backend (see `mhla_attention`) in every MHLA layer; ValueError on another name.
 
-        "eager" and "reference" also keep feed-forwards from their own Triton kernel.
+        "eager" and "reference" also keep feed-forwards and local convolutions from their own Triton kernels.
         """
         check_choice("backend", backend, BACKENDS)
         for module in self.modules():
-            if isinstance(module, (MHLASelfAttention, GatedDepthwiseConv2d)):
+            if isinstance(module, (MHLASelfAttention, GatedDepthwiseConv2d, NeutralDepthwiseMixin)):
                 module.backend = backend
 
     # With the stock method's signature: a pipeline reads there which of its own arguments (shards, variant) to hand on.

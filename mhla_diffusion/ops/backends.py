@@ -10,8 +10,9 @@ import torch
 from torch.autograd import forward_ad
 
 __all__ = [
-    "BACKENDS", "MAX_HEAD_DIM", "choose_backend", "explain", "has_tangent", "is_plain_call",
-    "refuse_mapped_axes", "refuse_rotation_gradients", "refuse_tangents", "refuse_transforms",
+    "BACKENDS", "MAX_HEAD_DIM", "choose_backend", "explain", "has_tangent", "is_ordinary_call",
+    "is_plain_call", "refuse_mapped_axes", "refuse_rotation_gradients", "refuse_tangents", "refuse_transforms",
+    "wants_gradient",
 ]  # fmt: skip
 
 BACKENDS = ("auto", "triton", "eager", "reference")
@@ -94,16 +95,36 @@ def is_plain_call(x: torch.Tensor, *weights: torch.Tensor | None) -> bool:
     Gradients and tangents (jvp) are not wanted, autocast is off, and all are plain tensors of one dtype and
     device: quantised weights and those of a distributed model are subclasses. x lies on a device that has autocast.
     """
-    tensors = [x, *[weight for weight in weights if weight is not None]]
-    if forward_ad._current_level >= 0 or torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled(x.device.type) or wants_gradient(x, *weights):
         return False
-    if torch.is_grad_enabled() and any([each.requires_grad for each in tensors]):
+    return forward_ad._current_level < 0 and _plain(x, *weights)
+
+
+def is_ordinary_call(x: torch.Tensor, *weights: torch.Tensor | None) -> bool:
+    """`is_plain_call` for a kernel that has gradients, if none for torch.func, and reads weights of any dtype.
+
+    Without autocast the dtypes must agree, as torch wants it.
+    """
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return False
+    return forward_ad._current_level < 0 and _plain(
+        x, *weights, any_dtype=torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def wants_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd records what is computed of them."""
+    return torch.is_grad_enabled() and any([each is not None and each.requires_grad for each in tensors])
+
+
+def _plain(x: torch.Tensor, *weights: torch.Tensor | None, any_dtype: bool = False) -> bool:
     return all(
         [
             type(each) in (torch.Tensor, torch.nn.Parameter)
-            and (each.dtype, each.device) == (x.dtype, x.device)
-            for each in tensors
+            and each.device == x.device
+            and (any_dtype or each.dtype == x.dtype)
+            for each in (x, *weights)
+            if each is not None
         ]
     )
 

@@ -23,6 +23,7 @@ from triton.runtime.driver import driver
 from mhla_diffusion.blocks import block_table
 from mhla_diffusion.ops import triton_launch
 from mhla_diffusion.ops.depthwise import gated_depthwise_op
+from mhla_diffusion.ops.local_convolution import local_convolution_op
 from mhla_diffusion.ops.machine_code import LostDescriptor, disassembled, lost_descriptors
 from mhla_diffusion.ops.partition import grid_partition, table_partition
 from mhla_diffusion.ops.registration import triton_core
@@ -150,10 +151,18 @@ def attend_with_steps(dtype, tokens, dim) -> None:
     )  # fmt: skip
 
 
+def convolve(dtype, depth) -> None:
+    """The local branch over 3 x 32 x 32 tokens, forward and backward."""
+    x = torch.zeros(1, 3, 32, 32, 128, dtype=dtype, requires_grad=True)
+    weight = torch.zeros(128, 1, depth, 3, 3, requires_grad=True)
+    local_convolution_op(x, weight, torch.zeros(128), False).backward(x.detach())
+
+
 def a_few(arch: int) -> None:
     """What models run, and one of each kind besides; before Hopper only what differs there."""
     x, weight = torch.zeros(2, 32, 32, 128, dtype=BFLOAT16), torch.zeros(128, 1, 3, 3, dtype=BFLOAT16)
     gated_depthwise_op(x, weight, weight[:, 0, 0, 0].contiguous())
+    convolve(BFLOAT16, 3)
     attend(BFLOAT16, SHORT, 72, form="dual")
     attend(BFLOAT16, LONG, 128, rope=True)
     if arch < 90:

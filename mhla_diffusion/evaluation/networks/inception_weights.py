@@ -11,18 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ..faults import MissingWeights
 from .inception import Convolution, FIDInception
-from .weight_files import ROLES, Found, about_weights, find_weights, sha256_of
-
-CACHE_VARIABLE = "MHLA_CACHE"
-
-
-def cache_folder() -> Path:
-    """Where converted weights are kept: `$MHLA_CACHE`, else the user's cache folder."""
-    root = (
-        os.environ.get(CACHE_VARIABLE)
-        or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "mhla_diffusion"
-    )
-    return Path(root).expanduser()
+from .weight_files import ROLES, Found, about_weights, cache_folder, find_weights, sha256_of
 
 
 def from_torchscript(path: Path) -> dict[str, torch.Tensor]:

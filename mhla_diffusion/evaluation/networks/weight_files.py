@@ -101,6 +101,18 @@ ROLES = {
 }  # fmt: skip
 
 
+CACHE_VARIABLE = "MHLA_CACHE"
+
+
+def cache_folder() -> Path:
+    """Where converted weights, and VBench's environment, are kept: `$MHLA_CACHE`, else the user's cache folder."""
+    root = (
+        os.environ.get(CACHE_VARIABLE)
+        or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mhla_diffusion"
+    )
+    return Path(root).expanduser()
+
+
 class Found(NamedTuple):
     path: Path
     why: str  # "path", "$MHLA_WEIGHTS" or "package NAME"

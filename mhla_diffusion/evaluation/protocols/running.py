@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ...weights import find_pipeline
 from ..faults import InsufficientSamples, ReferenceMismatch
 from ..image_protocols import PROTOCOLS
 from ..text_image.protocols import TEXT_IMAGE_PROTOCOLS
@@ -40,6 +41,8 @@ def check_samples(protocol: Protocol, inputs: Inputs) -> list[str]:
         count = len([p for p in folder.iterdir() if p.suffix.lower() in VIDEO_SUFFIXES])
         size = None
     else:
+        if rules.kind == "pipeline":
+            find_pipeline(inputs.samples)  # now, not after seconds of imports
         return []
     checked = any(part.scorer == "vbench_check" for part in protocol.parts)  # which says what is missing
     if count < rules.least and not checked:
@@ -257,7 +260,6 @@ def run_totals(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
 
 def run_attention(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     """Diagnostics of a pipeline's attention; its pictures and JSON go beside the result."""
-    from ...weights import find_pipeline
     from ..diagnostics.commands import diagnose
     from ..diagnostics.study import Options
 

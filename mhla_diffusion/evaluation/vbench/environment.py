@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..faults import MissingWeights
+from ..networks.weight_files import cache_folder
 from .dimensions import DIMENSIONS
 
 HERE = Path(__file__).resolve().parent
@@ -36,10 +37,7 @@ class MissingEnvironment(MissingWeights):
 
 def default_environment() -> Path:
     """`$MHLA_CACHE/vbench-environment`, or in the user's cache folder."""
-    root = (
-        os.environ.get("MHLA_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "mhla_diffusion"
-    )
-    return Path(root).expanduser() / "vbench-environment"
+    return cache_folder() / "vbench-environment"
 
 
 def find_uv() -> str:
