@@ -187,6 +187,22 @@ def test_missing_weights_are_named_before_torch_is_imported(folders):
     assert "The other 5 metrics of fid_adm_full can run: add --skip-missing" in told[1]
 
 
+def test_a_missing_pipeline_is_named_before_torch_is_imported(folders):
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from mhla_diffusion.cli import main\n"
+        "print(main(['eval', 'run', 'attention', '--samples', 'nowhere']), main(['eval', 'attention', 'nowhere']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, cwd=folders
+    )
+    assert done.stdout == "2 2\n", done.stderr
+    assert [line.partition(";")[0] for line in done.stderr.splitlines()] == [
+        "mhla: no pipeline 'nowhere'"
+    ] * 2
+
+
 def test_pictures_that_are_all_black_are_doubted(folders, capsys):
     """Case: floats in [0, 1] were cast to bytes."""
     np.savez(folders / "cast.npz", arr_0=(pattern(9).permute(0, 2, 3, 1) > 127).to(torch.uint8).numpy())
