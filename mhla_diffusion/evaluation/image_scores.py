@@ -29,6 +29,8 @@ from .reference_statistics import Statistics, check_reference
 
 SCHEMA = 1
 KID_SUBSET = 1000
+# A distance below this share of the variance is rounding: two draws of n pictures are about 1 / n of it apart.
+IDENTICAL = 1e-8
 
 
 def build_extractor(
@@ -288,6 +290,11 @@ def values_of(
                         "distance is biased upwards, compare it only at equal counts"
                     )
             value = unclamped_distance(real, fake)
+            if value < IDENTICAL * real.covariance.trace():
+                notes.append(
+                    f"{metric} is 0 but for rounding: samples and reference hold the same pictures, stored in "
+                    "whatever way"
+                )
             put(metric, value.clamp(min=0), unclamped=float(value), reference_n=real.count)
         elif metric == "kid":
             size, fewest = KID_SUBSET, min(ours.count, theirs.count)

@@ -218,6 +218,17 @@ def test_pictures_that_are_all_black_are_doubted(folders, capsys):
     assert len([note for note in found if "cast.npz is above 1" in note]) == 1
 
 
+def test_the_same_pictures_in_another_form_are_noticed(folders, capsys):
+    """A copy in an archive has another listing; the distance says it."""
+    rows = pattern(9, 1)[torch.arange(8, -1, -1)].permute(0, 2, 3, 1)
+    np.savez(folders / "copy.npz", arr_0=rows.numpy())
+    line = [*run_of(folders, reference="copy.npz"), "--out", str(folders / "a.json")]
+    assert main(line) == 0
+    assert "fd is 0 but for rounding: samples and reference hold the same" in capsys.readouterr().err
+    assert main([*run_of(folders), "--out", str(folders / "b.json")]) == 0
+    assert "but for rounding" not in capsys.readouterr().err
+
+
 def test_the_list_says_what_can_run(capsys):
     assert main(["eval", "list"]) == 0
     out = capsys.readouterr().out
