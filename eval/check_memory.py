@@ -20,6 +20,7 @@ import torch
 from mhla_diffusion.blocks import block_table
 from mhla_diffusion.ops import mhla_attention
 from mhla_diffusion.ops.depthwise import gated_depthwise
+from mhla_diffusion.ops.local_convolution import local_convolution
 from mhla_diffusion.ops.triton_configs import override
 from mhla_diffusion.provenance import versions
 
@@ -46,12 +47,17 @@ DEPTHWISE = {
     "gated depthwise": (2, 40, 5, 19),
     "gated depthwise, one row": (1, 130, 1, 3),
 }  # of x: (B, 2C, h, w)
-NAMES = [*CALLS, *DEPTHWISE]
+LOCAL = {
+    "local convolution": (2, (2, 5, 19), 24),
+    "local convolution, one row": (1, (1, 3), 130),
+}  # batch, grid, channels
+NAMES = [*CALLS, *DEPTHWISE, *LOCAL]
 
 
 def run(name: str, device: torch.device) -> None:
     """One call, and its gradients where it has any; raises when something is not finite."""
-    results = run_depthwise(name, device) if name in DEPTHWISE else run_attention(name, device)
+    kind = run_depthwise if name in DEPTHWISE else run_local if name in LOCAL else run_attention
+    results = kind(name, device)
     if not all([bool(torch.isfinite(x).all()) for x in results]):
         raise SystemExit(f"{name}: a result is not finite")
 
@@ -65,6 +71,18 @@ def run_depthwise(name: str, device: torch.device) -> list[torch.Tensor]:
     weight = torch.randn(channels, 1, 3, 3, generator=generator).to(device, dtype)
     bias = torch.randn(channels, generator=generator).to(device, dtype)
     return [gated_depthwise(x, weight, given) for given in (bias, None)]
+
+
+def run_local(name: str, device: torch.device) -> list[torch.Tensor]:
+    dtype = FP32 if device.type == "cpu" else BF16
+    batch, grid, channels = LOCAL[name]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(batch, *grid, channels, generator=generator).to(device, dtype).movedim(-1, 1)
+    weight = torch.randn(channels, 1, *(3,) * len(grid), generator=generator).to(device, dtype)
+    bias = torch.randn(channels, generator=generator).to(device, dtype)
+    leaves = [each.requires_grad_() for each in (x, weight, bias)]
+    out = local_convolution(*leaves)
+    return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
 
 def run_attention(name: str, device: torch.device) -> list[torch.Tensor]:

@@ -30,7 +30,11 @@ def _torch(x: Tensor, weight: Tensor, bias: Tensor | None, flipped: bool) -> Ten
 def _torch_weight_gradient(x: Tensor, grad: Tensor, depth: int) -> Tensor:
     shape = (x.shape[-1], 1, depth, 3, 3)
     return torch.nn.grad.conv3d_weight(
-        x.movedim(-1, 1).float(), shape, grad.movedim(-1, 1).float(), padding=(depth // 2, 1, 1), groups=shape[0]
+        x.movedim(-1, 1).float(),
+        shape,
+        grad.movedim(-1, 1).float(),
+        padding=(depth // 2, 1, 1),
+        groups=shape[0],
     )
 
 
@@ -61,9 +65,7 @@ _LIBRARY.impl("local_convolution_output", _kernel, "CompositeExplicitAutograd")
 torch.library.register_fake("mhla_diffusion::local_convolution_output", _fake, lib=_LIBRARY)
 _output_op = torch.ops.mhla_diffusion.local_convolution_output.default
 
-local_convolution_op = torch.library.custom_op(
-    "mhla_diffusion::local_convolution", _kernel, mutates_args=()
-)
+local_convolution_op = torch.library.custom_op("mhla_diffusion::local_convolution", _kernel, mutates_args=())
 local_convolution_op.register_fake(_fake)
 
 

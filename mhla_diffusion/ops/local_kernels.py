@@ -19,7 +19,9 @@ from .triton_launch import ceil_div
 __all__ = ["local_kernel", "start_local", "start_weight_gradient", "weight_gradient_kernel"]
 
 FAR = 2**31  # offsets within a video from here on take 64 bits
-PROGRAMS = 4096  # of a weight's gradient, at most about so many: each writes sums that are added up afterwards
+PROGRAMS = (
+    4096  # of a weight's gradient, at most about so many: each writes sums that are added up afterwards
+)
 
 
 class Tile(NamedTuple):
@@ -54,7 +56,9 @@ def local_kernel(
     known = channel < channels
     x_ptr += video * video_stride
     total = tl.zeros((ROWS * COLUMNS, BC), dtype=tl.float32)
-    for plane in range(DEPTH * 3):  # not unrolled: the assembler would load everything before it adds anything
+    for plane in range(
+        DEPTH * 3
+    ):  # not unrolled: the assembler would load everything before it adds anything
         depth = frame + plane // 3 - DEPTH // 2
         if (depth >= 0) & (depth < frames):
             y = row + plane % 3 - 1

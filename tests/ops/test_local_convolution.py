@@ -28,7 +28,9 @@ def inputs(device, batch=2, grid=(3, 5, 4), channels=6, dtype=torch.float32, bia
     """Image `(B, C, *grid)` that lies channels last, weight, bias."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(batch, *grid, channels, generator=draw).to(device, dtype).requires_grad_(learn)
-    weight = torch.randn(channels, 1, *(3,) * len(grid), generator=draw).to(device, dtype).requires_grad_(learn)
+    weight = (
+        torch.randn(channels, 1, *(3,) * len(grid), generator=draw).to(device, dtype).requires_grad_(learn)
+    )
     b = torch.randn(channels, generator=draw).to(device, dtype).requires_grad_(learn) if bias else None
     return x, weight, b
 
@@ -167,11 +169,15 @@ def test_torch_takes_over_with_one_warning_where_the_kernels_cannot_run(device, 
         assert all(error(ours, exact) < 1e-5 for ours, exact in zip(*grads, strict=True))
     messages = [str(w.message) for w in recwarn.list if "local convolution of 11 channels" in str(w.message)]
     assert len(messages) == 2  # itself, and the gradient of its weight
-    assert all(message.endswith("continuing with plain torch") and "\n" not in message for message in messages)
+    assert all(
+        message.endswith("continuing with plain torch") and "\n" not in message for message in messages
+    )
 
 
 def test_what_the_kernels_do_not_take_is_left_to_torch(device):
-    x, weight, bias = (each.movedim(-1, 1) if each.dim() > 2 and each.shape[1] != 1 else each for each in inputs(device))
+    x, weight, bias = (
+        each.movedim(-1, 1) if each.dim() > 2 and each.shape[1] != 1 else each for each in inputs(device)
+    )
     five = torch.randn(6, 1, 5, 5, 5, device=device)
     assert torch.equal(local_convolution(x, five, bias), local_convolution_reference(x, five, bias))
     with pytest.raises(RuntimeError):
