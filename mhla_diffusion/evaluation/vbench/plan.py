@@ -65,7 +65,8 @@ def plan(
         seed: of sample 0; sample i of every prompt has seed + i.
         rewritten: longer prompts to draw from; files keep the names of the original ones, which VBench looks for.
 
-    Raises ValueError for an unknown dimension, no samples, or a prompt that cannot be a file name.
+    Raises ValueError for a dimension that is unknown or has no prompt, no samples, or a prompt that cannot be a file
+    name.
     """
     unknown = [name for name in dimensions if name not in DIMENSIONS]
     if unknown:
@@ -83,6 +84,11 @@ def plan(
             prompt = record["prompt_en"]
             by_prompt[prompt] += [name for name in own if name not in by_prompt[prompt]]
             drawn_from.setdefault(prompt, rewritten[index] if rewritten else prompt)
+    there = {name for own in by_prompt.values() for name in own}
+    if lost := [name for name in dimensions if name not in there]:
+        raise ValueError(
+            f"{about['path']} has no prompt for {lost[0]}: leave it out, or give vbench's own list"
+        )
     videos = []
     for prompt, own in by_prompt.items():
         count = max(flicker_samples if name == FLICKER else samples for name in own)

@@ -68,6 +68,7 @@ def test_a_part_of_it_and_rewritten_prompts(tmp_path):
 def test_what_cannot_be_planned_is_refused(tmp_path, prompts):
     for arguments, message in (
         ({"dimensions": ["speed"]}, "'speed' is no dimension"),
+        ({"dimensions": ["scene", "human_action"]}, "list.json has no prompt for human_action"),
         ({"samples": 0}, "at least 1"),
         ({"extension": "mp4"}, "with its dot"),
     ):
