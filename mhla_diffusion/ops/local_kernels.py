@@ -163,7 +163,7 @@ def _token_stride(x: torch.Tensor) -> int:
 def start_local(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, flipped: bool
 ) -> torch.Tensor | None:
-    """Contiguous `(B, frames, rows, columns, C)` of x of that shape, weight `(C, 1, 1 or 3, 3, 3)`, bias `(C,)` or None.
+    """As x `(B, frames, rows, columns, C)`, contiguous; weight `(C, 1, 1 or 3, 3, 3)`, bias `(C,)` or None.
 
     flipped: with the taps in the opposite order. None where the kernel does not compile, with one warning.
     """
