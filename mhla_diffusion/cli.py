@@ -134,12 +134,19 @@ def run_generate(args: argparse.Namespace) -> int:
     names = None
     if args.vbench_plan:
         from mhla_diffusion.evaluation.vbench.plan import read_plan
+        from mhla_diffusion.pipelines.requests import makes_videos
+        from mhla_diffusion.weights import find_pipeline
 
         if args.seeds is not None:
             raise ValueError(
                 "the plan has a seed for each video: leave --seed out, or make a plan with another"
             )
         videos = read_plan(args.vbench_plan)["videos"]
+        if not makes_videos(find_pipeline(args.pipeline)):
+            raise ValueError(
+                f"{args.vbench_plan} is a plan of videos, and {args.pipeline} makes none of texts: give a "
+                "text-to-video pipeline with --pipeline"
+            )
         prompts, args.seeds, names = ([row[key] for row in videos] for key in ("prompt", "seed", "file"))
     else:
         prompts = read_prompts(args.prompt_file) if args.prompt_file else args.prompts

@@ -233,6 +233,8 @@ def test_what_a_plan_cannot_be_drawn_with_is_named_before_anything_is_drawn(
     ):
         assert main([*line[:3], *more, *line[3:]] if more[0][0] != "-" else [*line, *more]) == 2
         assert told in capsys.readouterr().err
+    assert main([*line[:3], "--out", "pictures"]) == 2  # with the default pipeline
+    assert "plan.json is a plan of videos, and sana-mhla-emoji makes none of texts" in capsys.readouterr().err
     for change, told in (
         ({"file": "../a.mp4"}, "cannot be the name of a file here"),
         ({"file": "a.gif"}, "end in .mp4"),

@@ -58,7 +58,7 @@ def jobs_of(videos: Path, plan: dict | None, dimensions: Sequence[str], static_f
     if absent:
         raise ValueError(
             f"{len(expected) - len(absent)} of {len(expected)} expected videos found in {videos}; first missing: "
-            f"{absent[0]!r}. Draw them: mhla generate --vbench-plan PLAN.json --out {videos}"
+            f"{absent[0]!r}. Draw them: mhla generate --vbench-plan PLAN.json --pipeline PIPELINE --out {videos}"
         )
     return jobs
 

@@ -53,6 +53,12 @@ def test_what_cannot_flicker_is_refused(tmp_path):
         flickering([frames(1, 0)[0], frames(1, 0)[0][:8]])
     with pytest.raises(InsufficientSamples, match="no videos"):
         flickering_of_videos([])
+    save_video(frames(3, 9), tmp_path / "b.mp4")
+    (tmp_path / "b.mp4").write_bytes(
+        (tmp_path / "b.mp4").read_bytes()[:300]
+    )  # what an interrupted copy leaves
+    with pytest.raises(ValueError, match=r"b.mp4: has no video in it"):
+        flickering_of_videos([tmp_path / "b.mp4"])
     (tmp_path / "a.mp4").write_bytes(b"no video")
     with pytest.raises(ValueError, match=r"a.mp4: cannot be read"):
         flickering_of_videos([tmp_path / "a.mp4"])

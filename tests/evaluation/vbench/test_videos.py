@@ -129,6 +129,7 @@ def test_everything_amiss_is_counted_with_its_first_example(folder):
     video(folder / first)
     (folder / second).write_bytes((folder / first).read_bytes()[:200])
     video(folder / "other.mp4")
+    video(folder / first.upper().replace(".MP4", ".mp4"))  # another prompt, which differs in its case only
     video(folder / first.replace(".mp4", ".gif"))
     report = check_videos(folder, SMALL)
     found = " | ".join(faults(report))
@@ -137,7 +138,8 @@ def test_everything_amiss_is_counted_with_its_first_example(folder):
         "1 videos are there in two formats" in found
         and f"1 videos cannot be used, first: {second!r}" in found
     )
-    assert report["unexpected"] == [first.replace(".mp4", ".gif"), "other.mp4"]
+    assert report["doubled"] == [[first.replace(".mp4", ".gif"), first]]
+    assert report["unexpected"][1:] == [first.replace(".mp4", ".gif"), "other.mp4"]
     video(folder / second)
     video(folder / third, size=48, fps=12, frames=5)
     unlike = check_videos(folder, SMALL)["unlike"]
