@@ -1,5 +1,6 @@
 """SANA-Video with MHLA self-attention: the stock model's parts, keys and machinery, with another `attn1`."""
 
+import math
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..wan_attention import WanPositions
 from .layers import known_to_caches
 from .mixin import MHLAModelMixin
 from .options import check_choice
-from .wan import MHLAWanRotaryPosEmbed
+from .wan import MHLAWanRotaryPosEmbed, check_video_latents
 
 
 @known_to_caches
@@ -187,6 +188,17 @@ class MHLASanaVideoTransformer3DModel(MHLAModelMixin, SanaVideoTransformer3DMode
         # The same table as Wan's.
         self.rope = MHLAWanRotaryPosEmbed(attention_head_dim, patch_size, rope_max_seq_len, tabulated)
 
+    def check_shapes(self, latents: torch.Tensor, timestep: torch.Tensor) -> None:
+        """Raise ValueError unless these are latents of this model, and timesteps of samples or of tokens."""
+        check_video_latents(latents, self.config.in_channels)
+        batch, patches = latents.shape[0], zip(latents.shape[2:], self.config.patch_size, strict=True)
+        grid = [size // patch for size, patch in patches]
+        if timestep.shape[:1] != (batch,) or timestep.numel() not in (batch, batch * math.prod(grid)):
+            raise ValueError(
+                f"timestep has shape {tuple(timestep.shape)}: give one for each sample, ({batch},), or one for each "
+                f"token, {(batch, 1, *grid)}"
+            )
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -208,14 +220,16 @@ class MHLASanaVideoTransformer3DModel(MHLAModelMixin, SanaVideoTransformer3DMode
             guidance: `(B,)`, in models with guidance_embeds.
             attention_kwargs: `{"scale": s}` scales a LoRA.
 
-        Raises ValueError when `attention_mask` is given (the stock model accepts and ignores it), when the latents do
-        not divide into patches, or when they hold more tokens on an axis than the rotary table has positions.
+        Raises ValueError when `attention_mask` is given (the stock model accepts and ignores it), on latents or
+        timesteps of another shape, when the latents do not divide into patches, or when they hold more tokens on an
+        axis than the rotary table has positions.
         """
         if attention_mask is not None:
             raise ValueError(
                 "attention_mask: linear self-attention over blocks cannot leave tokens out; drop the "
                 "argument, and mask captions with encoder_attention_mask"
             )
+        self.check_shapes(hidden_states, timestep)
         with self.own_cache_context():
             return super().forward(
                 hidden_states,

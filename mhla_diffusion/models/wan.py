@@ -17,8 +17,18 @@ from ..wan_attention import MHLAWanAttention, SoftmaxWanAttention, WanPositions
 from .layers import known_to_caches
 from .mixin import MHLAModelMixin
 
+__all__ = ["AXES", "MHLAWanRotaryPosEmbed", "MHLAWanTransformer3DModel", "check_video_latents"]
+
 AXES = ("frames", "rows", "columns")
 THETA = 10000.0  # stock Wan's, which no config holds
+
+
+def check_video_latents(latents: torch.Tensor, channels: int) -> None:
+    """Raise ValueError unless these are latents `(B, channels, frames, height, width)`."""
+    if latents.ndim != 5 or latents.shape[1] != channels:
+        raise ValueError(
+            f"latents have shape {tuple(latents.shape)}: this model takes (batch, {channels}, frames, height, width)"
+        )
 
 
 class MHLAWanRotaryPosEmbed(WanRotaryPosEmbed):
@@ -244,12 +254,7 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
 
     def check_shapes(self, latents: torch.Tensor, timestep: torch.Tensor) -> None:
         """Raise ValueError unless these are latents of this model, and timesteps of samples or of tokens."""
-        channels = self.config.in_channels
-        if latents.ndim != 5 or latents.shape[1] != channels:
-            raise ValueError(
-                f"latents have shape {tuple(latents.shape)}: this model takes (batch, {channels}, frames, "
-                "height, width)"
-            )
+        check_video_latents(latents, self.config.in_channels)
         tokens = math.prod(latents.shape[2:]) // math.prod(self.config.patch_size)
         if timestep.ndim not in (1, 2) or timestep.ndim == 2 and timestep.shape[1] != tokens:
             raise ValueError(

@@ -112,6 +112,21 @@ def test_gradients_with_one_block_are_those_of_the_stock_model():
     assert all(relative(ours[name], value) < 1e-5 for name, value in expected.items())
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"timestep": torch.zeros(2, 1, 5, 4, 5)}, r"for each sample, \(2,\), or .* \(2, 1, 5, 4, 6\)"),
+        ({"timestep": torch.tensor(3.0)}, r"timestep has shape \(\): give one for each sample"),
+        ({"hidden_states": torch.zeros(2, 4, 8, 12)}, r"takes \(batch, 4, frames, height, width\)"),
+        ({"hidden_states": torch.zeros(2, 5, 5, 8, 12)}, r"latents have shape \(2, 5, 5, 8, 12\)"),
+    ],
+)
+def test_inputs_of_another_shape_are_refused_in_one_line(changes, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        run(model(), **(transformer_inputs() | changes))
+    assert "\n" not in str(caught.value)
+
+
 def test_a_mask_of_tokens_is_refused():
     with pytest.raises(ValueError, match="cannot leave tokens out"):
         run(model(), **transformer_inputs(), attention_mask=torch.ones(2, 120))
