@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif"}
 CODECS = {"jpg": "jpeg", "tif": "tiff", "mpo": "jpeg"}  # a JPEG with a second one behind it
@@ -122,3 +123,16 @@ def packed(items: list[tuple[int, Picture]]) -> tuple:
     shapes = {each if isinstance(each, str) else each.shape for each in pixels}
     whole = len(shapes) == 1 and not isinstance(pixels[0], str)
     return indices, torch.stack(pixels) if whole else pixels, [picture[1:] for picture in pictures]
+
+
+def decoded_batches(
+    files: Sequence[tuple[int, Path | Stored]], background: str | None, batch_size: int, workers: int
+) -> Iterator[tuple]:
+    """What `packed` makes of every `batch_size` files, in their order, decoded by so many processes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", "This DataLoader will create"
+        )  # more processes than cores, as asked for
+        return iter(
+            DataLoader(PictureFiles(files, background), batch_size, num_workers=workers, collate_fn=packed)
+        )

@@ -18,16 +18,15 @@ import numpy as np
 import torch
 from PIL import ImageColor
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from .decoding import (
     ANIMATED,
     ROTATED,
     SUFFIXES,
     Picture,
-    PictureFiles,
     Stored,
     codec_of,
+    decoded_batches,
     packed,
     picture_files,
 )
@@ -174,8 +173,8 @@ class Folder(PictureSet):
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
     def read(self, start, end, step, batch_size, workers):
-        files = PictureFiles([(i, self.files[i]) for i in range(start, end, step)], self.background)
-        return iter(DataLoader(files, batch_size, num_workers=workers, collate_fn=packed))
+        files = [(i, self.files[i]) for i in range(start, end, step)]
+        return decoded_batches(files, self.background, batch_size, workers)
 
 
 def holds_pictures(path: Path) -> bool:
@@ -296,8 +295,8 @@ class Tar(PictureSet):
         return digest.hexdigest()
 
     def read(self, start, end, step, batch_size, workers):
-        files = PictureFiles([(i, self.stored[i]) for i in range(start, end, step)], self.background)
-        return iter(DataLoader(files, batch_size, num_workers=workers, collate_fn=packed))
+        files = [(i, self.stored[i]) for i in range(start, end, step)]
+        return decoded_batches(files, self.background, batch_size, workers)
 
 
 class Tensors(PictureSet):

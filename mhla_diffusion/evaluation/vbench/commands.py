@@ -139,7 +139,7 @@ def check_out(out: str | None) -> None:
 
         if Path(out).is_dir():
             raise ValueError(f"{out} is a folder: give the name of a file")
-        check_writable(Path(out).parent, "another path")
+        check_writable(Path(out).parent)
 
 
 def written(value: dict, out: str | None) -> None:
