@@ -15,12 +15,14 @@ from .triton_configs import overridden
 
 __all__ = ["derived", "interleaved_angles"]
 
-# source -> {(key, version of the source): derived tensor}
+# source -> (version of the source, {key: derived tensor})
 _KEPT = WeakIdKeyDictionary()
+# Of one source. Angles of a long video take tens of megabytes, and a program that serves any size meets ever new ones.
+MOST = 8
 
 
 def derived(source: torch.Tensor, key: Hashable, build: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """`build()`, or its result of an earlier call if `source` was not written to since.
+    """`build()`, or its result of an earlier call if `source` was not written to since; the last `MOST` of them.
 
     Not kept: what comes from an inference tensor, which does not tell when it was written to, and what is made while
     a CUDA graph is captured, because that buffer is the graph's. Not meant for weights: optimizers write to `.data`,
@@ -32,9 +34,13 @@ def derived(source: torch.Tensor, key: Hashable, build: Callable[[], torch.Tenso
     if kept is None or kept[0] != source._version:
         kept = _KEPT[source] = (source._version, {})
     # A view made anew at each call finds nothing and is forgotten with its object.
-    if key not in kept[1]:
-        kept[1][key] = build()
-    return kept[1][key]
+    found = kept[1].get(key)
+    if found is None:
+        found = build()
+        for oldest in list(kept[1])[: 1 - MOST]:
+            kept[1].pop(oldest, None)  # another thread may drop it, too
+        kept[1][key] = found
+    return found
 
 
 def interleaved_angles(rope: tuple[torch.Tensor, torch.Tensor], inputs: torch.dtype) -> torch.Tensor:

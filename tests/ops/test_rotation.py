@@ -115,6 +115,19 @@ def test_tables_are_kept(make_call):
     assert angle_tables(None, part) is None
 
 
+def test_no_more_tables_are_kept_than_a_program_comes_back_to():
+    from mhla_diffusion.ops.derived import _KEPT, MOST
+    from mhla_diffusion.ops.partition import grid_partition
+
+    turns = three_axes(torch.rand(2, 4))
+    parts = [grid_partition((rows, 6), (2, 2), 6 * rows, None) for rows in range(2, 4 + MOST)]
+    made = [angle_tables((turns, None), part) for part in parts]
+    assert len(_KEPT[turns][1]) == MOST
+    assert angle_tables((turns, None), parts[-1])[0] is made[-1][0]
+    assert angle_tables((turns, None), parts[0])[0] is not made[0][0]  # made anew, and equal
+    assert torch.equal(angle_tables((turns, None), parts[0])[0], made[0][0])
+
+
 def test_what_does_not_fit_is_named(device):
     q = torch.randn(1, 24, 2, 8, device=device)
     mixing = initial_mixing((2, 2)).to(device)
