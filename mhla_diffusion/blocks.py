@@ -150,9 +150,10 @@ def check_block_table(table: torch.Tensor, num_tokens: int) -> None:
 
 
 def block_centres(block_grid: Sequence[int]) -> torch.Tensor:
-    """Float64 `(M, ndim)` centres of the blocks in index coordinates, unit spacing on every axis."""
+    """Float64 `(M, ndim)` centres of the blocks in index coordinates, unit spacing on every axis, on the CPU."""
     block_grid = _positive_ints("block_grid", block_grid)
-    axes = [torch.arange(count, dtype=torch.float64) for count in block_grid]
+    # Whatever torch's default device is: some accelerators have no float64.
+    axes = [torch.arange(count, dtype=torch.float64, device="cpu") for count in block_grid]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, len(block_grid))
 
 

@@ -51,7 +51,7 @@ def initial_mixing(
         normalization: `row` is the paper's: d_max is the row's largest distance and rows sum to 1.
             `column` is the released code's: d_max is the largest distance of all and columns sum to 1.
             `none`: d_max as in `column`, not normalised (the released code does this for `gaussian` alone).
-        dtype: of the result; it is computed in float64.
+        dtype: of the result, which is on torch's default device; it is computed in float64 on the CPU.
 
     With a single block the result is [[1.0]]. Raises ValueError on an unknown name.
     """
@@ -79,17 +79,17 @@ def initial_mixing(
         matrix = matrix / matrix.sum(dim=1, keepdim=True)
     elif normalization == "column":
         matrix = matrix / matrix.sum(dim=0, keepdim=True)
-    return matrix.to(dtype)
+    return matrix.to(dtype).to(torch.get_default_device())
 
 
 def _axis_weights(source: int, target: int) -> torch.Tensor:
     """Linear interpolation on one axis: `(target, source)`, each row sums to 1, clamped beyond the outer centres."""
-    position = (torch.arange(target, dtype=torch.float64) + 0.5) * source / target - 0.5
+    position = (torch.arange(target, dtype=torch.float64, device="cpu") + 0.5) * source / target - 0.5
     position = position.clamp(0, source - 1)
     left = position.floor().clamp(max=max(source - 2, 0)).long()
     right = (left + 1).clamp(max=source - 1)
     fraction = position - left
-    weights = torch.zeros(target, source, dtype=torch.float64)
+    weights = torch.zeros(target, source, dtype=torch.float64, device="cpu")
     weights.scatter_add_(1, left[:, None], (1 - fraction)[:, None])
     weights.scatter_add_(1, right[:, None], fraction[:, None])
     return weights
@@ -113,11 +113,11 @@ def _interpolation(
 @functools.lru_cache(maxsize=64)
 def _cached_interpolation(source, target, dtype, device):
     with torch.inference_mode(False):  # they are saved for backward
-        rows = spread = torch.ones(1, 1, dtype=torch.float64)
+        # On the CPU whatever torch's default device is: some accelerators have no float64.
+        rows = spread = torch.ones(1, 1, dtype=torch.float64, device="cpu")
         for old, new in zip(source, target, strict=True):
             rows = torch.kron(rows, _axis_weights(old, new))
             spread = torch.kron(spread, _axis_spread(old, new))
-        # Cast on the CPU: some accelerators have no float64.
         return rows.to(dtype).to(device), spread.to(dtype).to(device)
 
 

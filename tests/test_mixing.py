@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mhla_diffusion.blocks import block_distances
 from mhla_diffusion.mixing import (
@@ -29,6 +30,25 @@ def test_rows_of_every_initialisation_sum_to_one(init, block_grid):
     )
     if math.prod(block_grid) == 1:
         assert matrix.tolist() == [[1.0]]
+
+
+class NoFloat64ButOnTheCPU(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        wrong = getattr(out, "dtype", None) == torch.float64 and out.device.type != "cpu"
+        assert not wrong, f"{function.name()} makes a float64 tensor"
+        return out
+
+
+def test_a_default_device_without_float64_is_asked_for_none():
+    """Such as Apple's. The meta device stands for it."""
+    with NoFloat64ButOnTheCPU():
+        with torch.device("meta"):
+            mixing = BlockMixing((2, 3, 4))
+            assert initial_mixing((2, 3, 4)).device.type == mixing.weight.device.type == "meta"
+            assert mixing((1, 2, 4)).shape == (8, 8)
+        # What was kept from there serves other devices.
+        assert interpolate_mixing(initial_mixing((2, 3, 4)), (2, 3, 4), (1, 2, 4)).sum() > 0
 
 
 @pytest.mark.parametrize("init", INITS)
