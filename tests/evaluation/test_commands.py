@@ -172,7 +172,15 @@ def test_missing_weights_are_named_before_torch_is_imported(folders):
         ["stats", real, "x.npz", "--protocol", "fd_dinov2"],
         ["run", "--protocol", "mjhq30k_sana", "--samples", samples, "--reference", real, "--prompts", "x"],
         ["vbench", "plan", "x.json"],
+        ["run", "geneval", "--samples", samples, "--prompts", str(folders / "metadata.jsonl")],
+        ["run", "--protocol", "geneval", "--samples", samples, "--prompts", str(folders / "metadata.jsonl")],
     ]
+    asked = {
+        "tag": "colors",
+        "prompt": "a red cup",
+        "include": [{"class": "cup", "count": 1, "color": "red"}],
+    }
+    (folders / "metadata.jsonl").write_text(json.dumps(asked))
     code = (
         "import json, sys\n"
         "sys.modules['torch'] = None\n"

@@ -127,6 +127,21 @@ def write_detections(path: Path, found: Iterable[Found], about: dict) -> None:
     write_atomically(path, lambda file: file.write(("\n".join(lines) + "\n").encode()))
 
 
+def needed_weights(source: str | Path, metadata: str | Path) -> tuple[str, ...]:
+    """Roles that judging `source` needs: none for detections; for pictures the detector, and CLIP if colours are asked.
+
+    Raises ValueError as `read_records`.
+    """
+    if Path(source).suffix == ".jsonl":
+        return ()
+    asked = [
+        each
+        for record in read_records(Path(metadata).expanduser())
+        for each in (*record.include, *record.exclude)
+    ]
+    return ("mask2former", "clip") if any("color" in each for each in asked) else ("mask2former",)
+
+
 def record_of(image: str, prompt: str | None, records: list[Record], by_prompt: dict[str, int]) -> int:
     """Index of a picture's prompt: by the prompt it carries, else by the number of its first folder.
 

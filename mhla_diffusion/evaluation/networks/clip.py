@@ -17,7 +17,7 @@ from ..faults import MissingWeights
 from .extractors import COLOURS, usable
 from .image_text import ImageTextModel, shortest_side_pixels
 from .transformers_folders import load_model
-from .weight_files import Found, about_weights, find_weights
+from .weight_files import Found, about_weights, find_weights, told
 
 PREPARATION = (
     "mean",
@@ -253,7 +253,7 @@ def load(open_clip, network: torch.nn.Module, path: Path, tag: dict | None) -> N
     try:
         open_clip.load_checkpoint(network, str(path), strict=True, weights_only=True)
     except Exception as error:  # open_clip, torch and safetensors each raise their own
-        raise ValueError(f"{path} does not fit the model ({' '.join(str(error).split())[:200]})") from error
+        raise ValueError(f"{path} does not fit the model ({told(error)})") from error
 
 
 def transformers_clip(found: Found, device: torch.device) -> ImageTextModel:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from ..faults import MissingWeights
 from .inception import Convolution, FIDInception
-from .weight_files import ROLES, Found, about_weights, cache_folder, find_weights, sha256_of
+from .weight_files import ROLES, Found, about_weights, cache_folder, find_weights, sha256_of, told
 
 
 def from_torchscript(path: Path) -> dict[str, torch.Tensor]:
@@ -55,8 +55,7 @@ def read_state(found: Found) -> dict[str, torch.Tensor]:
                 return load_file(path)
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # safetensors, pickle and torch each raise their own
-            told = str(error).partition("\n")[0][:200]
-            raise ValueError(f"{path} cannot be read as weights ({told}): copy it again") from error
+            raise ValueError(f"{path} cannot be read as weights ({told(error)}): copy it again") from error
         if not isinstance(state, dict) or not all(
             isinstance(value, torch.Tensor) for value in state.values()
         ):

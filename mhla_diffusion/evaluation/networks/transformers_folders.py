@@ -6,6 +6,9 @@ from pathlib import Path
 
 import torch
 
+from ...loading import no_library_bars
+from .weight_files import told
+
 
 def load_model(cls: type, path: Path, kind: str, *, unused: tuple[str, ...] = ()) -> torch.nn.Module:
     """A model in eval mode, float32, on the CPU.
@@ -23,12 +26,14 @@ def load_model(cls: type, path: Path, kind: str, *, unused: tuple[str, ...] = ()
         config = AutoConfig.from_pretrained(path, local_files_only=True)
         if config.model_type not in kind.split(", "):
             raise ValueError(f"it holds a {config.model_type}, not {kind}")
-        network, loading = cls.from_pretrained(
-            path, local_files_only=True, dtype=torch.float32, output_loading_info=True
-        )
+        with no_library_bars():
+            network, loading = cls.from_pretrained(
+                path, local_files_only=True, dtype=torch.float32, output_loading_info=True
+            )
     except Exception as error:  # transformers, safetensors, torch and json each raise their own
-        told = " ".join(str(error).split())[:200]
-        raise ValueError(f"{path} holds no model that can be used ({told}): give another folder") from error
+        raise ValueError(
+            f"{path} holds no model that can be used ({told(error)}): give another folder"
+        ) from error
     if missing := sorted(name for name in loading["missing_keys"] if not name.startswith(unused)):
         raise ValueError(f"{path} lacks {len(missing)} weights, the first is {missing[0]}: give a whole copy")
     return network.eval()

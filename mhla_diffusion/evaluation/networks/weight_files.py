@@ -175,6 +175,15 @@ def find_weights(name: str, given: str | os.PathLike | None = None) -> Found:
     )
 
 
+def told(error: Exception) -> str:
+    """What a library says of a file of weights that it cannot read, in short.
+
+    torch advises to read what is no plain file of weights in a way that may run code; that advice is not passed on.
+    """
+    words = " ".join(str(error).split())
+    return "it holds more than tensors, or no weights" if "weights_only" in words else words[:200]
+
+
 def sha256_of(path: Path) -> str:
     """Of a file, or of a folder's weights and configurations by name and content."""
     if path.is_dir():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import time
 from collections.abc import Callable
 
 from ...provenance import DISTRIBUTIONS, versions
 from ..faults import MissingWeights
+from ..geneval.records import needed_weights
 from .drawn import drawn_with
 from .inputs import Inputs
 from .running import check_samples
@@ -124,9 +126,14 @@ def lost_parts(protocol: Protocol, inputs: Inputs) -> dict[str, Lack]:
     """Part -> what it lacks; of several things the one that keeps the whole part from running."""
     listed = inputs.plan or inputs.prompts  # of the videos that VBench wants
     weights = {"vbench-prompts": listed, **inputs.weights} if listed else inputs.weights
+    found = missing(protocol, weights)
+    for name, part, scorer in named_parts(protocol):
+        if scorer.kind == "detections" and inputs.prompts:
+            needed = needed_weights(inputs.samples, inputs.prompts)
+            found[name] += lacks(part, dataclasses.replace(scorer, roles=needed), inputs.weights)
     return {
         name: next((lack for lack in lacking if lack.metric is None), lacking[0])
-        for name, lacking in missing(protocol, weights).items()
+        for name, lacking in found.items()
         if lacking
     }
 

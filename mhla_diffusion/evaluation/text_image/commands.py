@@ -32,7 +32,12 @@ def run_text_image(args: argparse.Namespace, protocol: TextImageProtocol, opened
     weights = dict(args.weights)
     if not args.random_weights and weights.keys() <= {*protocol.roles, *protocol.optional}:
         # Said before torch is imported, which takes seconds.
-        for role in protocol.roles:
+        roles = protocol.roles
+        if protocol.kind == "detections" and args.prompts is not None:
+            from ..geneval.records import needed_weights
+
+            roles += needed_weights(args.samples, args.prompts)
+        for role in roles:
             find_weights(role, weights.get(role))
     from ..image_scores import as_lines, write_result
     from ..protocols.drawn import note_drawing

@@ -214,6 +214,11 @@ def test_what_does_not_fit_is_refused(file_of_weights, tmp_path, folders):
     save_file({"a": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="does not fit the model"):
         clip_model(tmp_path / "other.safetensors", model="ViT-tiny", device="cpu")
+    (tmp_path / "no.pt").write_bytes(b"no weights")
+    with pytest.raises(
+        ValueError, match=r"no.pt does not fit the model \(it holds more than tensors, or no weights"
+    ):
+        clip_model(tmp_path / "no.pt", model="ViT-tiny", device="cpu")
     with pytest.raises(ValueError, match="knows no model 'ViT-X'"):
         clip_model(tmp_path / "other.safetensors", model="ViT-X", device="cpu")
     model = clip_model(folders["open_clip"], device="cpu")
