@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline, DiTPipeline, SanaPipeline
 from PIL import Image
@@ -15,6 +16,7 @@ from mhla_diffusion.pipelines.pictures import save_picture
 from mhla_diffusion.pipelines.requests import Request, check_size
 from mhla_diffusion.pipelines.sana import BINNED_SAMPLE_SIZES, FiniteWatch, MHLASanaPipeline
 from mhla_diffusion.provenance import versions
+from mhla_diffusion.weights import read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Diffusers' methods that keep what is not computing in the machine's memory: whole models, or single layers.
@@ -38,13 +40,13 @@ class Painter:
     ):
         self.folder, self.sha256, self.device, self.dtype = folder, sha256, device, dtype
         self.pipeline_class = None
+        # Told by its name before gigabytes are read, where Diffusers knows the name.
+        kind = getattr(diffusers, str(read_json(folder / "model_index.json").get("_class_name")), None)
+        if isinstance(kind, type):
+            self.check_kind(kind)
         with no_library_bars():
             self.pipe = self.load()
-        if not isinstance(self.pipe, self.kinds):
-            raise ValueError(
-                f"{folder} is a {type(self.pipe).__name__}: give a text-to-image pipeline (SANA), a "
-                "class-conditional one (DiT), or a text-to-video one (Wan, SANA-Video)"
-            )
+        self.check_kind(type(self.pipe))
         self.pipeline_class = self.pipeline_class or type(self.pipe).__name__
         self.pipe.set_progress_bar_config(desc="steps", leave=False, position=1, disable=None)
         self.defaults = self.call_defaults()
@@ -52,6 +54,14 @@ class Painter:
             self.pipe.to(device)
         else:
             getattr(self.pipe, OFFLOADS[offload])(device=device)
+
+    def check_kind(self, kind: type) -> None:
+        """Raise ValueError on a class of pipelines that are not for drawing what a text or a class names."""
+        if not issubclass(kind, self.kinds):
+            raise ValueError(
+                f"{self.folder} is a {kind.__name__}: give a text-to-image pipeline (SANA), a class-conditional one "
+                "(DiT), or a text-to-video one (Wan, SANA-Video)"
+            )
 
     def load(self) -> DiffusionPipeline:
         """The pipeline on the CPU, where ours is better than the stock one as ours; notes what is in the folder."""

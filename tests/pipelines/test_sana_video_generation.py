@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SanaImageToVideoPipeline
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, SanaImageToVideoPipeline
 from model_checks import stirred
 from tiny_sana_video import model
 from tiny_sana_video_pipeline import stock_pipeline
@@ -112,7 +112,8 @@ def test_a_video_that_blows_up_says_where(folder, tmp_path, part, told):
     assert told in report.failed[0] and list(report.drawn) == list(range(1, len(prompts)))
 
 
-def test_a_pipeline_that_wants_a_picture_is_refused_with_what_is_drawn(tmp_path, capsys):
+def test_a_pipeline_that_wants_a_picture_is_refused_before_it_is_loaded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(DiffusionPipeline, "from_pretrained", None)
     parts = stock_pipeline(stirred(model())).components | {"scheduler": FlowMatchEulerDiscreteScheduler()}
     SanaImageToVideoPipeline(**parts).save_pretrained(tmp_path / "toy")
     line = [
