@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from ...pipelines.pictures import contact_sheet, read_settings, write_atomically
+from ...pipelines.pictures import contact_sheet, read_settings, sheet_size, write_atomically
 
+MOST_PIXELS = 1 << 27  # of a grid; what Pillow opens without a warning ends at 1.33 times as many
 ARROWS = {True: "higher is better", False: "lower is better", None: ""}
 
 
@@ -72,19 +74,28 @@ def write_grid(
 ) -> int:
     """A PNG of the first `count` pictures of a set, or middle frames of a folder's videos; returns how many.
 
-    Under each its prompt, where it carries one, or its name. Raises ValueError as `open_pictures`.
+    Under each its prompt, where it carries one, or its name. Raises ValueError as `open_pictures`, and for a grid of
+    more than `MOST_PIXELS`, before any sample is read.
     """
     folder = Path(source).expanduser()
-    images, captions = videos_of(folder, count) if folder.is_dir() else ([], [])
+
+    def check(count: int) -> None:
+        width, height = sheet_size(count, columns, cell)
+        if width * height > MOST_PIXELS:
+            raise ValueError(
+                f"a grid of {width}x{height} pixels is too large: give fewer samples or smaller cells"
+            )
+
+    images, captions = videos_of(folder, count, check) if folder.is_dir() else ([], [])
     if not images:
-        images, captions = pictures_of(source, count, split, background)
+        images, captions = pictures_of(source, count, split, background, check)
     drawn = contact_sheet(images, captions, columns=columns, cell=cell)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda file: drawn.save(file, format="PNG"))
     return len(images)
 
 
-def videos_of(folder: Path, count: int) -> tuple[list, list[str]]:
+def videos_of(folder: Path, count: int, check: Callable[[int], None]) -> tuple[list, list[str]]:
     from PIL import Image
 
     from ...pipelines.videos import read_video
@@ -92,21 +103,27 @@ def videos_of(folder: Path, count: int) -> tuple[list, list[str]]:
 
     suffixes = VIDEO_SUFFIXES - {".gif"}  # which a set of pictures may hold
     images, captions = [], []
-    for path in sorted(path for path in folder.iterdir() if path.suffix.lower() in suffixes)[:count]:
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in suffixes)[:count]
+    if paths:
+        check(len(paths))
+    for path in paths:
         video = read_video(path)
         images.append(Image.fromarray(video.frames[len(video.frames) // 2]))
         captions.append((video.settings or {}).get("prompt") or path.stem)
     return images, captions
 
 
-def pictures_of(source: str, count: int, split: str | None, background: str | None) -> tuple[list, list[str]]:
+def pictures_of(
+    source: str, count: int, split: str | None, background: str | None, check: Callable[[int], None]
+) -> tuple[list, list[str]]:
     from PIL import Image
 
     from ..picture_sets import Folder, open_pictures
 
     pictures = open_pictures(source, limit=count, split=split, mixed_sizes=True, background=background)
+    check(len(pictures))
     images, captions = [], []
-    for batch in pictures.batches(count):
+    for batch in pictures.batches():
         for picture in batch:
             images.append(Image.fromarray(picture.permute(1, 2, 0).numpy()))
             index = len(images) - 1

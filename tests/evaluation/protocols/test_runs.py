@@ -317,7 +317,11 @@ def test_a_grid_of_pictures_and_of_videos(folders, capsys):
     first = Image.open(out).tobytes()
     assert main(["eval", "grid", str(folders / "samples"), str(out), "--count", "5", "--columns", "3"]) == 0
     assert Image.open(out).tobytes() == first and "5 of" in capsys.readouterr().out
-    for arguments, message in ((["--count", "0"], "at least 1"), ([], "must end with .png")):
+    for arguments, message in (
+        (["--count", "0"], "at least 1"),
+        (["--cell", "100000"], "pixels is too large"),
+        ([], "must end with .png"),
+    ):
         target = str(out) if arguments else "grid.jpg"
         assert main(["eval", "grid", str(folders / "samples"), target, *arguments]) == 2
         assert message in capsys.readouterr().err
