@@ -262,6 +262,27 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
                 f"token, (batch, {tokens})"
             )
 
+    def image_of_each(self, image: torch.Tensor, samples: int) -> torch.Tensor:
+        """Embedded images `(B, tokens, image_dim)`, of first and last frame two in a row, for as many samples.
+
+        Diffusers' pipelines give one for each prompt, also where they make several videos of it: those share it.
+
+        Raises ValueError on numbers that do not fit, and where the model takes no images.
+        """
+        if self.config.image_dim is None:
+            raise ValueError(
+                "this model takes no images (image_dim=None): leave encoder_hidden_states_image out"
+            )
+        each = 1 if self.config.pos_embed_seq_len is None else 2
+        groups, rest = divmod(image.shape[0], each)
+        if rest or not groups or samples % groups:
+            raise ValueError(
+                f"encoder_hidden_states_image holds {image.shape[0]} images for {samples} samples: give {each} for each"
+            )
+        if groups == samples:
+            return image
+        return image.unflatten(0, (groups, each)).repeat_interleave(samples // groups, dim=0).flatten(0, 1)
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -277,13 +298,18 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
             hidden_states: height and width are multiples of the patch size, otherwise free.
             timestep: `(B,)`, or `(B, N)` with one for each token (Wan 2.2 TI2V).
             encoder_hidden_states: captions `(B, L, text_dim)`.
-            encoder_hidden_states_image: `(B, tokens, image_dim)`, in image-to-video models of Wan 2.1.
+            encoder_hidden_states_image: `(B, tokens, image_dim)`, in image-to-video models of Wan 2.1; twice as many of
+                first and last frame. Fewer serve equal shares of the samples, in order.
             attention_kwargs: `{"scale": s}` scales a LoRA.
 
-        Raises ValueError on latents or timesteps of another shape, when the latents do not divide into patches, or hold
-        more tokens on an axis than the rotary table has positions.
+        Raises ValueError on latents or timesteps of another shape, on images that do not fit, when the latents do not
+        divide into patches, or hold more tokens on an axis than the rotary table has positions.
         """
         self.check_shapes(hidden_states, timestep)
+        if encoder_hidden_states_image is not None:
+            encoder_hidden_states_image = self.image_of_each(
+                encoder_hidden_states_image, hidden_states.shape[0]
+            )
         return super().forward(
             hidden_states,
             self.local_timestep(hidden_states, timestep),

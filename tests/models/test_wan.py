@@ -98,6 +98,21 @@ def test_inputs_of_another_shape_are_refused_in_one_line(changes, message):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("options", "each"), [(tiny_wan.IMAGE_TO_VIDEO, 1), (tiny_wan.FIRST_LAST_FRAME, 2)])
+def test_videos_of_one_image_share_it_and_other_numbers_are_refused(options, each):
+    ours, inputs = stirred(model(**options)), image_inputs(frames=each, batch=4)
+    images = inputs.pop("encoder_hidden_states_image")
+    two = images[: 2 * each]  # of the first and the second two videos
+    repeated = torch.cat([two[:each], two[:each], two[each:], two[each:]])
+    expected = run(ours, **inputs, encoder_hidden_states_image=repeated)
+    assert torch.equal(run(ours, **inputs, encoder_hidden_states_image=two), expected)
+    with pytest.raises(ValueError, match=f"{3 * each} images for 4 samples: give {each} for each"):
+        run(ours, **inputs, encoder_hidden_states_image=images[: 3 * each])
+    with pytest.raises(ValueError, match=r"takes no images \(image_dim=None\)"):
+        run(model(), **transformer_inputs(), encoder_hidden_states_image=images)
+
+
+@torch.no_grad()
 @SHRUNK
 def test_sizes_that_wan_users_type_run_on_one_set_of_weights():
     """480x832, 480x800 and 720x1280 of 81 frames, portrait, 704x1280, one frame, 17, 33, and TI2V's of 121 frames."""

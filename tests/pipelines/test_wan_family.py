@@ -56,12 +56,11 @@ def animate(kind: str, pipe, seeds=(0,), **arguments) -> torch.Tensor:
     inputs = {"last_image": picture(1)} if KINDS[kind][2] else {}
     return pipe(
         picture(),
-        prompt=["a red apple"] * len(seeds),
         num_frames=9,
         num_inference_steps=2,
         generator=[generator(seed) for seed in seeds],
         output_type="pt",
-        **(SIZE | inputs | arguments),
+        **({"prompt": ["a red apple"] * len(seeds)} | SIZE | inputs | arguments),
     ).frames
 
 
@@ -83,6 +82,14 @@ def test_a_video_of_two_equals_its_single_run():
     pipe = from_image("TI2V", convert_to=(2, 2, 3))
     both = animate("TI2V", pipe, seeds=(3, 4))
     assert (animate("TI2V", pipe, seeds=(4,))[0] - both[1]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_videos_of_one_image(kind):
+    pipe = from_image(kind, convert_to=(2, 2, 3))
+    made = animate(kind, pipe, seeds=(3, 4), prompt="a red apple", num_videos_per_prompt=2)
+    for seed, video in zip((3, 4), made, strict=True):
+        assert (animate(kind, pipe, seeds=(seed,))[0] - video).abs().max() < 1e-5
 
 
 def test_two_experts_of_which_one_is_ours():
