@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 BLACK = "no uint8 value is above 1"
+HALF = 0.5 / 255  # so far outside [0, 1] floats become the same bytes: it is rounding, as of (x + 1) / 2
 
 
 def as_uint8(pictures: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ def as_uint8(pictures: Tensor) -> Tensor:
     if not torch.isfinite(pictures).all():
         raise ValueError("pictures hold values that are not finite: look at what drew them")
     low, high = pictures.amin().item(), pictures.amax().item()
-    if low < 0 or high > 1:
+    if low < -HALF or high > 1 + HALF:
         advice = (
             "(x + 1) / 2 maps [-1, 1] there" if low >= -1 and high <= 1 else "x / 255 maps [0, 255] there"
         )
@@ -44,7 +45,7 @@ def as_uint8(pictures: Tensor) -> Tensor:
             f"float pictures reach from {low:.4g} to {high:.4g}: give [0, 1] ({advice}), or uint8"
         )
     # Rounded, as the usual samplers do: cutting off would darken every picture by half a step.
-    return (pictures.float() * 255).round().to(torch.uint8)
+    return (pictures.float() * 255).round().clamp(0, 255).to(torch.uint8)
 
 
 def tensorflow_bilinear(pictures: Tensor, size: int) -> Tensor:

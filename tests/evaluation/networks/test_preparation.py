@@ -51,6 +51,8 @@ def test_floats_of_the_unit_interval_are_rounded():
     for dtype in (torch.float32, torch.float64):
         assert torch.equal(as_uint8(x.to(dtype) / 255), x)
     assert as_uint8(torch.full((1, 3, 1, 1), 0.9 / 255)).unique().tolist() == [1]
+    edges = torch.tensor([1 + 1e-6, -1e-7, 1 + 0.5 / 255]).reshape(1, 3, 1, 1)
+    assert as_uint8(edges).flatten().tolist() == [255, 0, 255]
     assert torch.equal(as_uint8(x), x) and as_uint8(torch.zeros(0, 3, 4, 4)).dtype == torch.uint8
 
 
@@ -60,6 +62,8 @@ def test_what_cannot_be_pictures_is_refused():
         as_uint8(torch.tensor([0.0, 255.0, 3.0]).reshape(1, 3, 1, 1))
     with pytest.raises(ValueError, match=r"\(x \+ 1\) / 2 maps \[-1, 1\]"):
         as_uint8(x / 127.5 - 1)
+    with pytest.raises(ValueError, match=r"from 0 to 1.01: give"):
+        as_uint8(torch.tensor([0.0, 1.01, 1.0]).reshape(1, 3, 1, 1))
     with pytest.raises(ValueError, match="not finite"):
         as_uint8(torch.full((1, 3, 2, 2), torch.nan))
     with pytest.raises(ValueError, match="three colours first"):
