@@ -6,7 +6,6 @@ The protocol is in eval/README.md. Drawing goes on where it was stopped; the res
 """
 
 import argparse
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from PIL import Image
 
 from mhla_diffusion.evaluation.concepts import chance, concept_ranks, top_k
 from mhla_diffusion.evaluation.features import efficientnet_lite0, image_features
+from mhla_diffusion.evaluation.networks.weight_files import sha256_of
 from mhla_diffusion.pipelines.generation import generate
 from mhla_diffusion.pipelines.pictures import read_settings, write_atomically
 from mhla_diffusion.provenance import versions
@@ -83,8 +83,6 @@ def evaluate(args: argparse.Namespace) -> dict:
         ),
     }
     settings = read_settings(paths[0])
-    with open(args.data, "rb") as file:
-        data_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return {
         "drawn": scores(ranked["drawn"], styles),
         "real": scores(ranked["real"], styles),
@@ -93,7 +91,7 @@ def evaluate(args: argparse.Namespace) -> dict:
             "split": args.split,
             "captions_left_out": left_out,
             "first_seed": args.seed,
-            "data_sha256": data_sha256,
+            "data_sha256": sha256_of(Path(args.data)),
             "features": "EfficientNet-Lite0, ImageNet weights, 128 px",
             **{
                 key: settings[key]

@@ -35,6 +35,7 @@ from mhla_diffusion.evaluation.faults import MissingWeights
 from mhla_diffusion.evaluation.image_protocols import PROTOCOLS
 from mhla_diffusion.evaluation.image_scores import build_extractor, score, write_result
 from mhla_diffusion.evaluation.networks.extractors import Extractor
+from mhla_diffusion.evaluation.networks.weight_files import sha256_of
 from mhla_diffusion.evaluation.picture_sets import open_pictures
 from mhla_diffusion.evaluation.protocols.files import load_protocol
 from mhla_diffusion.evaluation.text_image.prompts import Prompts, prompts_of
@@ -281,11 +282,6 @@ def result_of(tars: dict[tuple[str, int], Path], scored: dict, skipped: dict, ar
             "versions": versions((*DISTRIBUTIONS, "torchmetrics")),
         },
     }
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def report(result: dict) -> str:

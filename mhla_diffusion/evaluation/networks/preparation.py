@@ -76,9 +76,9 @@ def torch_bilinear(pictures: Tensor, size: int) -> Tensor:
 def pil_bicubic(pictures: Tensor, size: int) -> Tensor:
     """Pillow's bicubic with antialias, per channel in float, clipped to [0, 255], as clean-fid resizes. On the CPU."""
     out = np.empty((*pictures.shape[:2], size, size), np.float32)
-    for index, channel in np.ndenumerate(np.empty(pictures.shape[:2])):
-        del channel
-        plane = Image.fromarray(pictures[index].cpu().numpy().astype(np.float32))
+    planes = pictures.cpu().numpy().astype(np.float32)  # once, from whatever device
+    for index in np.ndindex(*planes.shape[:2]):
+        plane = Image.fromarray(planes[index])
         out[index] = np.asarray(plane.resize((size, size), Image.Resampling.BICUBIC)).clip(0, 255)
     return torch.from_numpy(out).to(pictures.device)
 
