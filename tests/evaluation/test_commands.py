@@ -18,6 +18,7 @@ from mhla_diffusion.evaluation.image_protocols import PROTOCOLS
 from mhla_diffusion.evaluation.image_scores import as_lines, gather, score
 from mhla_diffusion.evaluation.networks.extractors import efficientnet, random_network
 from mhla_diffusion.evaluation.networks.inception import FIDInception
+from mhla_diffusion.evaluation.networks.weight_files import find_weights
 from mhla_diffusion.evaluation.picture_sets import open_pictures
 
 
@@ -278,6 +279,24 @@ def test_distances_grow_with_noise_and_with_blur():
         results = [score(each, reference, protocol, extractor=extractor, metrics=("fd",)) for each in sets]
         found = [result["values"]["fd"]["value"] for result in results]
         assert found == sorted(found) and found[0] < 1e-9 < found[1], (change, found)
+
+
+def test_weights_that_are_given_take_the_place_of_the_packages(folders, capsys):
+    own = efficientnet(device="cpu").about["weights"]["sha256"]
+    state = torch.load(find_weights("efficientnet-lite0").path, weights_only=True)
+    torch.save({name: value * 1.01 for name, value in state.items()}, folders / "mine.pth")
+    (folders / "none.pth").write_bytes(b"no weights")
+    line = [*run_of(folders, protocol="fd_efficientnet"), "--metrics", "kid", "--device", "cpu"]
+    found = {}
+    for name, more in (("own", []), ("mine", ["--weights", f"efficientnet-lite0={folders / 'mine.pth'}"])):
+        assert main([*line, *more, "--out", str(folders / f"{name}.json")]) == 0
+        found[name] = json.loads((folders / f"{name}.json").read_text())
+    assert (
+        found["own"]["features"]["weights"]["sha256"] == own != found["mine"]["features"]["weights"]["sha256"]
+    )
+    assert found["own"]["values"]["kid"]["value"] != found["mine"]["values"]["kid"]["value"]
+    assert main([*line, "--weights", f"efficientnet-lite0={folders / 'none.pth'}"]) == 2
+    assert "none.pth does not hold EfficientNet-Lite0 (it holds more than tensors" in capsys.readouterr().err
 
 
 def test_the_network_of_a_package_scores_offline():

@@ -25,7 +25,8 @@ class Namer:
     """The network, the heads, and the concepts that pictures are compared with.
 
     Args:
-        weights: paths for the roles emoji-heads and minilm. MiniLM is read only for a prompt of no known concept.
+        weights: paths for the roles emoji-heads, efficientnet-lite0 and minilm. MiniLM is read only for a prompt of no
+            known concept.
 
     Raises MissingWeights, ValueError as `load_heads` and `efficientnet_lite0`.
     """
@@ -35,11 +36,12 @@ class Namer:
     ):
         self.weights = weights or {}
         self.heads, about = load_heads(self.weights.get("emoji-heads"))
-        self.network = efficientnet_lite0(str(usable(device)))
+        found = find_weights("efficientnet-lite0", self.weights.get("efficientnet-lite0"))
+        self.network = efficientnet_lite0(usable(device), found.path)
         self.about = {
             "network": f"efficientnet-lite0, emoji heads {about['sha256'][:12]}",
             "protocol": "cropped to the drawing, on white, 128 px",
-            "weights": [about_weights("efficientnet-lite0", find_weights("efficientnet-lite0")), about],
+            "weights": [about_weights("efficientnet-lite0", found), about],
             "heads_accuracy": self.heads.about.get("accuracy"),
         }
         self.device = usable(device)

@@ -124,13 +124,21 @@ def of_inception(
     )
 
 
-def efficientnet(*, device: str | torch.device = "auto") -> Extractor:
-    """EfficientNet-Lite0 with ImageNet weights, both from packages of the `eval` extra; tap "pool", 1280 features."""
+def efficientnet(
+    weights: str | os.PathLike | None = None, *, device: str | torch.device = "auto"
+) -> Extractor:
+    """EfficientNet-Lite0 with ImageNet weights, both from packages of the `eval` extra; tap "pool", 1280 features.
+
+    Args:
+        weights: a state dict in place of the package's.
+
+    Raises ValueError as `efficientnet_lite0`.
+    """
     from ..features import INPUT_SIZE as SIDE
     from ..features import efficientnet_lite0, image_features
 
-    found = find_weights("efficientnet-lite0")
-    network = efficientnet_lite0(str(usable(device)))
+    found = find_weights("efficientnet-lite0", weights)
+    network = efficientnet_lite0(usable(device), found.path)
     return Extractor(
         lambda pictures: {
             "pool": image_features(network, pictures, max(1, len(pictures))).to(usable(device))

