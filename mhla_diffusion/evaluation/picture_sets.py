@@ -54,6 +54,7 @@ class PictureSet(ABC):
             except ValueError:
                 raise ValueError(f"background {background!r} is no colour: give a name or #rrggbb") from None
         self.source, self.count, self.mixed_sizes, self.background = source, count, mixed_sizes, background
+        self.total = count  # what is there, of which a limit takes the first `count`
         self.sizes: Counter[tuple[int, int]] = Counter()  # (height, width), of the last pass
         self.modes: Counter[str] = Counter()
         self.notes: Counter[str] = Counter()  # what pixels do not show
@@ -158,10 +159,12 @@ class Folder(PictureSet):
     """Every picture below a folder, in the order of their paths."""
 
     def __init__(self, path: Path, limit: int | None = None, **options):
-        self.files = picture_files(path)[:limit]
+        found = picture_files(path)
+        self.files = found[:limit]
         if not self.files:
             raise ValueError(f"{path} holds no pictures ({', '.join(sorted(SUFFIXES))}): give another folder")
         super().__init__(str(path), len(self.files), **options)
+        self.total = len(found)
         self.codecs = dict(Counter(codec_of(file.suffix) for file in self.files))
         self.root = path
 
@@ -195,6 +198,7 @@ class Samples(PictureSet):
         if not shape[0]:
             raise ValueError(f"{path}: arr_0 holds no pictures: give another file")
         super().__init__(str(path), shape[0] if limit is None else min(limit, shape[0]), **options)
+        self.total = shape[0]
         self.codecs = {"npz": self.count}
 
     @contextmanager
@@ -283,6 +287,7 @@ class Tar(PictureSet):
         self.stored = [pictures[key][1] for key in self.keys]
         self.records = [records.get(key, {}) for key in self.keys]
         super().__init__(f"{path}" + (f", split {split}" if split else ""), len(self.keys), **options)
+        self.total = len(keys)
         self.codecs = dict(Counter(codec_of(pictures[key][0]) for key in self.keys))
 
     def name_of(self, index: int) -> str:

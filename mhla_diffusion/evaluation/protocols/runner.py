@@ -20,6 +20,11 @@ SCHEMA = 1
 FAILED = 4  # exit status: some part failed, the others are in the result
 # What a part may fail with without the others being at fault.
 PART_FAULTS = (ValueError, RuntimeError, ArithmeticError, OSError)
+# Options that samples of these kinds have no use for.
+OF_PICTURES = {
+    "videos": ("samples_split", "background", "mixed_sizes"),
+    "pipeline": ("samples_split", "background", "mixed_sizes", "limit"),
+}
 NEEDS = {
     "reference": "real pictures or their statistics: give --reference SET",
     "prompts": "the file of its prompts: give --prompts FILE",
@@ -103,6 +108,10 @@ def check_inputs(protocol: Protocol, inputs: Inputs) -> None:
     for name in ("reference", "prompts", "results", "plan"):
         if getattr(inputs, name) and name not in read:
             raise ValueError(f"no part of {protocol.protocol} reads --{name}: leave it out")
+    for name in OF_PICTURES.get(protocol.samples.kind, ()):
+        if getattr(inputs, name):
+            option = name.replace("_", "-")
+            raise ValueError(f"{protocol.protocol} scores {protocol.samples.kind}: leave --{option} out")
     foreign = sorted(inputs.weights.keys() - roles)
     if foreign:
         raise ValueError(

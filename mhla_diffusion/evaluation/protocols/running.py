@@ -33,12 +33,10 @@ def check_samples(protocol: Protocol, inputs: Inputs) -> list[str]:
         first = next(iter(pictures.batches(1)))
         size = tuple(first.shape[2:])
     elif rules.kind == "videos":
-        from ..vbench.check import VIDEO_SUFFIXES
-
         folder = Path(inputs.samples).expanduser()
         if not folder.is_dir():
             raise ValueError(f"there is no folder {folder}: give the one with the videos")
-        count = len([p for p in folder.iterdir() if p.suffix.lower() in VIDEO_SUFFIXES])
+        count = len(video_paths(inputs))
         size = None
     else:
         if rules.kind == "pipeline":
@@ -151,16 +149,17 @@ def only(result: dict, part: Part) -> dict:
 
 
 def video_paths(inputs: Inputs) -> list[Path]:
+    """All videos, whatever the limit."""
     from ..vbench.check import VIDEO_SUFFIXES
 
     folder = Path(inputs.samples).expanduser()
-    return sorted(p for p in folder.iterdir() if p.suffix.lower() in VIDEO_SUFFIXES)[: inputs.limit]
+    return sorted(p for p in folder.iterdir() if p.suffix.lower() in VIDEO_SUFFIXES)
 
 
 def run_flicker(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     from ..vbench.flicker import flickering_of_videos
 
-    mean, rows = flickering_of_videos(video_paths(inputs))
+    mean, rows = flickering_of_videos(video_paths(inputs)[: inputs.limit])
     inputs.progress(len(rows))
     return {
         "values": {"temporal_flickering": {"value": mean, "n": len(rows), "higher_is_better": True}},
@@ -174,21 +173,23 @@ def run_motions(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     from ..moving.videos import score_motions
 
     paths = video_paths(inputs)
-    return only(score_motions(paths, captions_of(paths, inputs.prompts), progress=inputs.progress), part)
+    captions = captions_of(paths, inputs.prompts, inputs.limit)
+    return only(score_motions(paths[: inputs.limit], captions, progress=inputs.progress), part)
 
 
-def captions_of(paths: list[Path], file: str | None) -> list[str]:
-    """A caption for each video. Raises ValueError, naming the first video without one."""
+def captions_of(paths: list[Path], file: str | None, limit: int | None) -> list[str]:
+    """A caption for each of the first videos. Raises ValueError, naming the first video without one."""
     from ...pipelines.requests import read_prompts
     from ...pipelines.videos import read_video_settings
 
     if file is not None:
         found = read_prompts(file)
-        if len(found) != len(paths):
+        if len(found) not in (len(paths), len(paths[:limit])):
             raise ValueError(
                 f"{file} has {len(found)} prompts for {len(paths)} videos: give one for each, in order"
             )
-        return found
+        return found[:limit]
+    paths = paths[:limit]
     found = [(read_video_settings(path) or {}).get("prompt") for path in paths]
     for path, text in zip(paths, found, strict=True):
         if not isinstance(text, str):

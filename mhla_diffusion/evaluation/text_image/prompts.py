@@ -82,11 +82,12 @@ def embedded(pictures: PictureSet, advice: str) -> Prompts:
 
 
 def in_order(lines: list[str], pictures: PictureSet, path: Path) -> list[str]:
-    if len(lines) != len(pictures):
+    """A line for each picture; under a limit, those of all pictures will do."""
+    if len(lines) not in (len(pictures), pictures.total):
         raise ValueError(
-            f"{path} has {len(lines)} prompts for {len(pictures)} pictures: give one for each, in order"
+            f"{path} has {len(lines)} prompts for {pictures.total} pictures: give one for each, in order"
         )
-    return lines
+    return lines[: len(pictures)]
 
 
 def by_key(records: dict) -> dict[str, str]:

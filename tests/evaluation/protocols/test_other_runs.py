@@ -98,6 +98,30 @@ def test_no_video_of_the_plan_is_there(tmp_path, capsys):
     assert "0 of 1 expected videos found; first missing: 'a whale-0.mp4'" in capsys.readouterr().err
 
 
+def test_a_limit_takes_the_first_videos_and_their_prompts(tmp_path, capsys):
+    (tmp_path / "samples").mkdir()
+    for index in range(3):
+        frames = np.full((5, 32, 32, 3), 255, dtype=np.uint8)
+        for step, frame in enumerate(frames):
+            frame[12:20, 4 * step : 4 * step + 8] = (200, 30, 30)
+        save_video(frames, tmp_path / "samples" / f"{index}.mp4", fps=8)
+    (tmp_path / "prompts.txt").write_text("a box moving right\na box moving up\na box moving up\n")
+    file = protocol(tmp_path, "samples: {kind: videos}\nparts:\n- {scorer: moving_emoji}\n")
+    line = [*run_of(tmp_path), file, "--prompts", str(tmp_path / "prompts.txt")]
+    assert main([*line, "--limit", "1"]) == 0
+    assert result(tmp_path)["values"]["motion"] == {
+        "value": 1.0,
+        "n": 1,
+        "higher_is_better": True,
+        "chance": 1 / 12,
+    }
+    assert main(line) == 0 and result(tmp_path)["values"]["motion"]["value"] == pytest.approx(1 / 3)
+    assert main([*line, "--background", "white"]) == 2
+    assert "scores videos: leave --background out" in capsys.readouterr().err
+    (tmp_path / "prompts.txt").write_text("a box moving right\na box moving up\n")
+    assert main([*line, "--limit", "1"]) == 2 and "2 prompts for 3 videos" in capsys.readouterr().err
+
+
 def test_attention_of_a_pipeline(tmp_path, capsys):
     transformer = MHLASanaTransformer2DModel(**tiny_sana.TRANSFORMER, mhla_block_grid=(2, 2))
     pipe = MHLASanaPipeline(**tiny_sana.components(stirred(transformer).eval()))

@@ -96,6 +96,14 @@ def test_a_file_in_another_code_is_named_without_its_content(folder):
 def test_a_part_may_be_scored(folder):
     file = write(folder, "a.json", '{"a": "x", "b": "y", "c": "z", "d": "w"}')
     assert prompts_of(open_pictures(folder / "p"), file, whole=False).texts == ["x", "y", "z"]
+    lines = write(folder, "a.txt", "x\ny\nz\n")
+    assert prompts_of(open_pictures(folder / "p", limit=2), lines, whole=False).texts == ["x", "y"]
+    assert prompts_of(open_pictures(folder / "p", limit=2), write(folder, "b.txt", "x\ny\n")).texts == [
+        "x",
+        "y",
+    ]
+    with pytest.raises(ValueError, match="1 prompts for 3 pictures"):
+        prompts_of(open_pictures(folder / "p", limit=2), write(folder, "c.txt", "x\n"))
 
 
 def test_pictures_without_prompts_are_refused(folder):
