@@ -17,7 +17,7 @@ import torch
 from mhla_diffusion.evaluation.timing import about, milliseconds
 from mhla_diffusion.ops import triton_configs
 from mhla_diffusion.ops.local_convolution import local_convolution, local_convolution_reference
-from mhla_diffusion.ops.local_kernels import GRADIENT_TILE, TILE, Tile
+from mhla_diffusion.ops.local_kernels import GRADIENT_TILE, TILES, Tile
 
 # batch, grid, channels
 SHAPES = {
@@ -27,11 +27,11 @@ SHAPES = {
     "SANA 4K, 2 at once": (2, (128, 128), 1152),
 }
 SMALL = {"a few tokens of a video": (1, (2, 3, 5), 8), "a few tokens of a picture": (2, (3, 4), 8)}
-TILES = [Tile(*sizes) for sizes in (
-    (1, 16, 64, 4), (2, 16, 64, 4), (4, 16, 32, 4), (4, 8, 64, 4), (8, 8, 64, 4), (4, 16, 128, 8), (2, 16, 128, 4),
+OTHER_TILES = [Tile(*sizes) for sizes in (
+    (1, 16, 64, 4), (2, 16, 64, 4), (4, 16, 64, 4), (4, 16, 32, 4), (4, 8, 64, 4), (8, 8, 64, 4), (4, 16, 128, 8), (2, 16, 128, 4),
     (1, 32, 64, 4), (2, 32, 64, 8), (4, 32, 32, 4), (1, 64, 64, 4), (2, 8, 128, 4),
 )]  # fmt: skip
-GRADIENT_TILES = [Tile(1, *sizes) for sizes in (
+GRADIENT_OTHER_TILES = [Tile(1, *sizes) for sizes in (
     (8, 64, 2), (16, 32, 4), (16, 64, 2), (16, 128, 4), (32, 32, 4), (32, 64, 4), (32, 64, 8), (8, 128, 4), (64, 32, 4),
 )]  # fmt: skip
 
@@ -90,8 +90,8 @@ def measured(name: str, shape: tuple, device: torch.device, repeats: int, tiles:
                 str(tuple(tile)[:4]): timed(sets, kernel, tile, device, repeats) for tile in (chosen, *others)
             }
             for kernel, chosen, others in (
-                ("local", TILE, TILES),
-                ("local_gradient", GRADIENT_TILE, GRADIENT_TILES),
+                ("local", TILES[1 if len(grid) == 2 else 3], OTHER_TILES),
+                ("local_gradient", GRADIENT_TILE, OTHER_GRADIENT_TILES),
             )
         }
     return row

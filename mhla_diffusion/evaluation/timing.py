@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import gc
 import json
 import platform
 import statistics
@@ -141,6 +142,7 @@ def peak_extra_bytes(call: Callable[[], object], device: torch.device) -> int | 
     if device.type != "cuda":
         return None
     call()
+    gc.collect()  # or what others left behind is freed in between, and counts as this call's
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

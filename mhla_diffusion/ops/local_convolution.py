@@ -143,7 +143,8 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def local_convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Depthwise convolution of odd size over the token grid, zeros around: MHLA's local branch (CPE).
 
-    On a CUDA device with three taps on each axis by Triton kernels, sums in float32; otherwise by torch's convolution.
+    On a CUDA device with three taps on each axis by Triton kernels, sums in float32; otherwise by torch's convolution,
+    which is faster over two axes where gradients are wanted.
     Under autocast x is cast as torch's convolution would, the weight is read as it is.
 
     Args:
@@ -153,13 +154,13 @@ def local_convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Returns:
         As x; channels last in memory where the kernels ran.
     """
-    if not _takes(x, weight, bias):
+    flat, learning = x.dim() == 4, wants_gradient(x, weight, bias)
+    if (flat and learning) or not _takes(x, weight, bias):
         return local_convolution_reference(x, weight, bias)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    flat = x.dim() == 4
     if flat:
         x, weight = x[:, :, None], weight[:, :, None]
-    convolve = local_convolution_op if wants_gradient(x, weight, bias) else _output_op
+    convolve = local_convolution_op if learning else _output_op
     out = convolve(x.movedim(1, -1), weight, bias, False).movedim(-1, 1)
     return out[:, :, 0] if flat else out

@@ -40,6 +40,11 @@ class RunConfig:
         "layers: one compiled layer serves them all, ready in seconds. model: whole models, some per cent "
         "faster, minutes to compile",
     )
+    cuda_graph: bool = setting(
+        False,
+        "record loss and gradients of a step once for each shape of a batch as a CUDA graph and repeat it: for small "
+        "models, whose kernels a host starts too slowly. One process",
+    )
     gradient_checkpointing: bool = setting(False, "recompute activations of the transformer in backward")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto: CUDA when present, else the CPU")
     log_every: int = setting(50, "steps between two reads of the loss; the only host synchronisation")

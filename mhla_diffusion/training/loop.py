@@ -23,6 +23,7 @@ from mhla_diffusion.mixing import clip_mixings, mean_occupancy
 from .checkpoint import keep_lines, list_checkpoints, optimizer_tensors, prune, write_checkpoint
 from .config import Recipe
 from .export import draw_grid, export_adapter, export_continue, export_pipeline
+from .graphs import Batches, RecordedGradients
 from .losses import NonFiniteLoss, makes_videos
 from .parameters import LORA, listed, schedule_factor
 from .provenance import environment, process_started
@@ -78,6 +79,13 @@ def train(recipe: Recipe, resume: str | Path | None = None) -> Result:
 class Training(Session):
     """`fit` is the loop; `Session` has built everything it uses."""
 
+    def __init__(self, recipe: Recipe, resume: str | Path | None):
+        super().__init__(recipe, resume)
+        # Loss and gradients of a step, of its micro-batches.
+        self.gradients = self._gradients
+        if recipe.run.cuda_graph:
+            self.gradients = RecordedGradients(self._gradients, self.parameters.values())
+
     def fit(self) -> Result:
         run = self.recipe.run
         if self.main:
@@ -126,14 +134,8 @@ class Training(Session):
         draw = self.feed.draw(step)
         micro_batches, world = recipe.run.gradient_accumulation, self.accelerator.num_processes
         size = recipe.run.batch_size // (micro_batches * world)
-        loss = torch.zeros((), device=self.device)
-        for micro in range(micro_batches):
-            begin = (micro * world + self.accelerator.process_index) * size
-            last = micro == micro_batches - 1
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-                part = self.model(*self.feed.rows(draw, slice(begin, begin + size))).mean() / micro_batches
-                self.accelerator.backward(part)
-            loss += part.detach()
+        begins = [(micro * world + self.accelerator.process_index) * size for micro in range(micro_batches)]
+        loss = self.gradients([self.feed.rows(draw, slice(begin, begin + size)) for begin in begins])
 
         limit = recipe.optimizer.max_grad_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit, foreach=True)
@@ -153,6 +155,17 @@ class Training(Session):
         self.loss_sum += loss
         self.norm_sum += norm
         self.window_steps += 1
+
+    def _gradients(self, batches: Batches) -> torch.Tensor:
+        """The mean loss of a step's micro-batches; their gradients are added up in the parameters."""
+        loss = torch.zeros((), device=self.device)
+        for number, batch in enumerate(batches, 1):
+            last = number == len(batches)
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+                part = self.model(*batch).mean() / len(batches)
+                self.accelerator.backward(part)
+            loss += part.detach()
+        return loss
 
     def _due(self, step: int) -> bool:
         """Whether anything happens after this step that needs the loss on the host."""

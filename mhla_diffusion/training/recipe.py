@@ -17,8 +17,8 @@ from .config import VIDEO_KINDS, Recipe
 # Settings that may change between a checkpoint and its continuation without changing what is computed.
 NEUTRAL = (
     "run.name", "run.out", "run.device", "run.log_every", "run.tracker", "run.max_minutes", "run.compile",
-    "run.compile_scope", "run.gradient_checkpointing", "run.init_from", "run.first_step", "data.cache",
-    "data.encode_batch", "data.keep_on", "model.defaults", "checkpoint", "sample",
+    "run.compile_scope", "run.cuda_graph", "run.gradient_checkpointing", "run.init_from", "run.first_step",
+    "data.cache", "data.encode_batch", "data.keep_on", "model.defaults", "checkpoint", "sample",
 )  # fmt: skip
 
 

@@ -43,6 +43,11 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
             DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
         ],
     )
+    if run.cuda_graph and (accelerator.device.type != "cuda" or accelerator.num_processes > 1):
+        raise ValueError(
+            f"recipe: run.cuda_graph = true is for one process on a CUDA device, this is {accelerator.num_processes} "
+            f"on {accelerator.device.type}; write false"
+        )
     parts = accelerator.num_processes * run.gradient_accumulation
     if run.batch_size % parts:
         raise ValueError(

@@ -1,0 +1,78 @@
+"""Steps repeated from a CUDA graph train as steps that the host starts kernel by kernel."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mhla_diffusion.training import run
+from mhla_diffusion.training.loop import Training
+from mhla_diffusion.training.recipe import load_recipe
+
+GPU = ["run.device=cuda", "run.compile=true", "run.steps=9", "checkpoint.every=0", "optimizer.warmup=2"]
+
+
+def weights(result):
+    files = sorted(result.pipeline.glob("*/*.safetensors"))
+    assert files
+    return {f"{path.parent.name}.{name}": x for path in files for name, x in load_file(path).items()}
+
+
+def test_a_graph_without_a_gpu_is_refused(recipe_file):
+    with pytest.raises(
+        ValueError, match="run.cuda_graph = true is for one process on a CUDA device, this is 1 on cpu"
+    ):
+        run(recipe_file(), ["run.cuda_graph=true", "run.device=cpu"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [[], ["run.gradient_accumulation=2"], ["run.mixed_precision=bf16"]])
+def test_a_graph_gives_the_same_weights(recipe_file, settings):
+    plain = run(recipe_file("plain"), [*GPU, *settings])
+    graph = run(recipe_file("graph"), [*GPU, *settings, "run.cuda_graph=true"])
+    assert abs(graph.loss - plain.loss) < 1e-2 * plain.loss
+    found, expected = weights(graph), weights(plain)
+    assert found.keys() == expected.keys()
+    start = weights(run(recipe_file("start"), [*GPU, *settings, "run.max_minutes=1e-6"]))
+    for name, x in expected.items():
+        moved = float((x.float() - start[name].float()).norm())
+        assert float((found[name].float() - x.float()).norm()) <= 0.2 * moved + 1e-6, name
+
+
+@pytest.mark.gpu
+def test_a_repeated_step_does_not_wait_and_serves_every_shape_it_has_seen(recipe_file):
+    settings = [*GPU, "run.cuda_graph=true", "run.steps=1000", "run.mixed_precision=bf16"]
+    job = Training(load_recipe(recipe_file(), settings), None)
+    job._reset_window()
+    job.bad_step = torch.full((), -1.0, dtype=torch.float64, device=job.device)
+    for step in range(5):
+        job._step(step)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(5, 12):
+            job._step(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert job.bad_step.item() == -1 and torch.isfinite(job.loss_sum)
+    (recording,) = job.gradients.recordings.values()
+    assert sum(each is not None for each in recording.gradients) == len(job.parameters)
+    batch = job.feed.rows(job.feed.draw(12), slice(0, 2))  # fewer rows than a step has
+    losses = []
+    for _ in range(5):
+        losses.append(float(job.gradients([batch])))
+        job.optimizer.zero_grad(set_to_none=True)
+    assert len(job.gradients.recordings) == 2
+    assert max(losses) - min(losses) < 1e-2 * losses[0]  # the same weights on the same batch
+
+
+@pytest.mark.gpu
+def test_a_step_that_waits_for_the_device_is_refused(recipe_file):
+    job = Training(load_recipe(recipe_file(), [*GPU, "run.cuda_graph=true", "run.compile=false"]), None)
+    compute = job.gradients.compute
+    job.gradients.compute = lambda batches: compute(batches) + 0 * compute(batches).item()
+    batch = [job.feed.rows(job.feed.draw(0), slice(0, 2))]
+    for _ in range(3):
+        job.gradients(batch)
+    here = torch.cuda.current_stream()
+    with pytest.raises(ValueError, match="run.cuda_graph = true, and this step cannot be recorded"):
+        job.gradients(batch)
+    assert torch.cuda.current_stream() == here and job.gradients.recordings == {}
