@@ -9,10 +9,12 @@ import math
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import TypeVar
 
 from .dimensions import DIMENSIONS, GROUP_WEIGHTS, members
 
+T = TypeVar("T", str, Path)
 # Mean cosines of a video and its text, which can be negative.
 COSINES = {"appearance_style", "temporal_style", "overall_consistency"}
 # A mean of cosines in float32, as of a video that stands still, can lie so little above 1.
@@ -60,7 +62,7 @@ def totals(raw: Mapping[str, float], *, missing: str = "refuse") -> dict[str, fl
 def documents(path: Path) -> Iterator[tuple[str, bytes]]:
     """Name and content of each result file behind a path: a file, a folder of them, or a zip."""
     if path.is_dir():
-        files = sorted(path.rglob("*_eval_results.json")) or sorted(path.glob("*.json"))
+        files = results_among(sorted(path.rglob("*.json"))) or sorted(path.glob("*.json"))
         if not files:
             raise ValueError(f"{path} holds no result files (*_eval_results.json): give another folder")
         for file in files:
@@ -69,6 +71,7 @@ def documents(path: Path) -> Iterator[tuple[str, bytes]]:
         try:
             with zipfile.ZipFile(path) as archive:
                 names = [name for name in sorted(archive.namelist()) if name.endswith(".json")]
+                names = results_among(names) or names
                 for name in names:
                     yield f"{path}:{name}", archive.read(name)
         except zipfile.BadZipFile as error:
@@ -79,6 +82,12 @@ def documents(path: Path) -> Iterator[tuple[str, bytes]]:
         yield str(path), path.read_bytes()
     else:
         raise ValueError(f"there is no {path}: give a result file of VBench, a folder or a zip of them")
+
+
+def results_among(names: Sequence[T]) -> list[T]:
+    """Those that VBench names results. Beside them lie its lists of videos, our settings, and copies of macOS's."""
+    plain = (name for name in names if not PurePath(name).name.startswith("."))
+    return [name for name in plain if str(name).endswith("_eval_results.json")]
 
 
 def one_score(name: str, value, source: str) -> tuple[float, int | None]:

@@ -77,6 +77,18 @@ def test_files_of_every_kind_are_merged(tmp_path):
     assert list(found["values"]) == names and found["missing"] == []
 
 
+def test_a_zip_of_vbenchs_folder_has_more_than_results_in_it(tmp_path):
+    """Its lists of videos, settings of ours, and what macOS puts beside each file."""
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("out/a_eval_results.json", json.dumps({"scene": 0.5}))
+        archive.writestr("out/a_full_info.json", "[]")
+        archive.writestr("out/scene_run.json", "{}")
+        archive.writestr("__MACOSX/out/._a_eval_results.json", b"\x00\x05\xff")
+        archive.extractall(tmp_path / "a")
+    for path in (tmp_path / "a.zip", tmp_path / "a"):
+        assert read_results([path]).values == {"scene": 0.5}
+
+
 def test_scores_out_of_100_are_taken_as_such_and_named(tmp_path):
     """Case: imaging quality is 72.9 for a video and 0.729 for the set."""
     raw = read_results([result_file(tmp_path / "a.json", imaging_quality=72.9, scene=0.5)])
