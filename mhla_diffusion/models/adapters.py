@@ -47,25 +47,16 @@ class AdapterMixin:
             raise ValueError(
                 "the transformer's weights are offloaded to the disk: load the adapter, and then enable_group_offload()"
             )
+        dot = "" if prefix is None else f"{prefix}."
         if not isinstance(source, dict):
             check_source(source)
-            names = (
-                "cache_dir",
-                "force_download",
-                "local_files_only",
-                "proxies",
-                "revision",
-                "subfolder",
-                "token",
-            )
-            where = {name: kwargs.pop(name) for name in (*names, "weight_name") if name in kwargs}
-            source, metadata = self._lora_loader.lora_state_dict(source, return_lora_metadata=True, **where)
+        if not isinstance(source, dict) or (source and not any(key.startswith(dot) for key in source)):
+            source, metadata = self._read_lora(source, kwargs)
             kwargs.setdefault("metadata", metadata)
         if kwargs.get("metadata"):  # what it lists there comes without PEFT
             kwargs["metadata"] = {
                 k: v for k, v in kwargs["metadata"].items() if not k.endswith("modules_to_save")
             }
-        dot = "" if prefix is None else f"{prefix}."
         pairs, own = self._sorted_adapter(source, dot)
         if own and self._before_adapter is not None and not hotswap:
             raise ValueError(
@@ -84,6 +75,28 @@ class AdapterMixin:
             self._take_new_weights(own)
             name = kwargs.get("adapter_name")
             self._bringing_adapter = name or next(iter(set(getattr(self, "peft_config", {})) - known), None)
+
+    def _read_lora(self, source, options: dict) -> tuple[dict, dict | None]:
+        """Tensors under Diffusers' names and their metadata; takes where to look for a file out of `options`."""
+        names = (
+            "cache_dir",
+            "force_download",
+            "local_files_only",
+            "proxies",
+            "revision",
+            "subfolder",
+            "token",
+        )
+        where = {name: options.pop(name) for name in (*names, "weight_name") if name in options}
+        try:
+            return self._lora_loader.lora_state_dict(source, return_lora_metadata=True, **where)
+        except (LookupError, ValueError) as error:
+            # Its translations of other programs' names expect certain layers, and do not say which names they are for.
+            given = "these tensors" if isinstance(source, dict) else source
+            raise ValueError(
+                f"{given} cannot be read as a LoRA for {type(self).__name__} ({type(error).__name__}: "
+                f"{' '.join(str(error).split())}): give one with Diffusers' names, or as the original code has them"
+            ) from error
 
     def add_adapter(self, adapter_config, adapter_name: str = "default") -> None:
         """As in Diffusers; raises ValueError where projections are fused."""

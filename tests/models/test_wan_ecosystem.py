@@ -49,8 +49,7 @@ def test_a_lora_made_on_the_stock_model_attaches_fully(tmp_path):
         assert torch.equal(run(ours), without)
 
 
-@torch.no_grad()
-def test_a_lora_in_the_original_names_attaches_as_well(tmp_path):
+def original_lora() -> dict[str, torch.Tensor]:
     """As programs around the original Wan code write it."""
     draw = torch.Generator().manual_seed(3)
     state = {}
@@ -60,11 +59,31 @@ def test_a_lora_in_the_original_names_attaches_as_well(tmp_path):
                 name = f"diffusion_model.blocks.{i}.{part}.{x}"
                 state[f"{name}.lora_A.weight"] = torch.randn(2, 24, generator=draw)
                 state[f"{name}.lora_B.weight"] = torch.randn(24, 2, generator=draw)
+    return state
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("of", ["a file", "tensors"])
+def test_a_lora_in_the_original_names_attaches_as_well(of, tmp_path):
     ours = model()
     without = run(ours)
-    load_adapter(ours, state_file(state, tmp_path))
+    load_adapter(ours, state_file(original_lora(), tmp_path) if of == "a file" else original_lora())
     assert len([name for name, _ in ours.named_parameters() if "lora_" in name]) == 32
     assert relative(run(ours), without) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("blocks", "layers"), ("diffusion_model.blocks.0.self_attn.", "lora_unet_blocks_0_attn_")],
+)
+def test_names_that_nobody_can_translate_are_refused_in_one_line(old, new, tmp_path):
+    ours, state = model(), {name.replace(old, new): x for name, x in original_lora().items()}
+    for source in (state_file(state, tmp_path), state):
+        with pytest.raises(
+            ValueError, match="cannot be read as a LoRA for MHLAWanTransformer3DModel"
+        ) as caught:
+            load_adapter(ours, source)
+        assert "\n" not in str(caught.value) and not getattr(ours, "peft_config", None)
 
 
 def state_file(state: dict, folder):
