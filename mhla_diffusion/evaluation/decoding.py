@@ -50,10 +50,13 @@ def picture_files(folder: Path) -> list[Path]:
     return sorted(
         path
         for path in folder.rglob("*")
-        if path.suffix.lower() in SUFFIXES
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and not path.is_dir()
+        if path.suffix.lower() in SUFFIXES and not hidden(path.relative_to(folder)) and not path.is_dir()
     )
+
+
+def hidden(path: Path) -> bool:
+    """Whether a file, or a folder that it lies in, is hidden; so are the copies that macOS puts beside files."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def codec_of(name: str) -> str:

@@ -27,6 +27,7 @@ from .decoding import (
     Stored,
     codec_of,
     decoded_batches,
+    hidden,
     packed,
     picture_files,
 )
@@ -260,16 +261,18 @@ class Tar(PictureSet):
     """
 
     def __init__(self, path: Path, limit: int | None = None, split: str | None = None, **options):
-        pictures, records = {}, {}
+        pictures, records = {}, {}  # (name, suffix) -> its place; name -> what the JSON says
         try:
             with tarfile.open(path, "r:") as archive:  # a compressed one cannot be read from the middle
                 for member in archive:
-                    name = Path(member.name)
-                    if member.isfile() and name.suffix.lower() in SUFFIXES:
-                        stored = Stored(path, member.offset_data, member.size)
-                        pictures[str(name.with_suffix(""))] = name.suffix, stored
-                    elif member.isfile() and name.suffix == ".json":
-                        records[str(name.with_suffix(""))] = json.loads(archive.extractfile(member).read())
+                    file = Path(member.name)
+                    name = str(file.with_suffix(""))
+                    if not member.isfile() or hidden(file):
+                        continue
+                    if file.suffix.lower() in SUFFIXES:
+                        pictures[name, file.suffix] = Stored(path, member.offset_data, member.size)
+                    elif file.suffix == ".json":
+                        records[name] = json.loads(archive.extractfile(member).read())
         except (tarfile.TarError, ValueError) as error:
             raise ValueError(f"{path} is no readable tar ({error}): copy it again, unpacked") from None
         records = {key: record for key, record in records.items() if isinstance(record, dict)}
@@ -278,20 +281,20 @@ class Tar(PictureSet):
         )
         if split is not None and split not in splits:
             raise ValueError(f"{path} has no split {split!r}: it has {', '.join(splits) or 'none'}")
-        keys = [
-            key for key in sorted(pictures) if split is None or records.get(key, {}).get("split") == split
-        ]
-        self.keys = keys[:limit]
-        if not self.keys:
+        kept = sorted(
+            key for key in pictures if split is None or records.get(key[0], {}).get("split") == split
+        )
+        if not kept:
             raise ValueError(f"{path} holds no pictures: give another file")
-        self.stored = [pictures[key][1] for key in self.keys]
-        self.records = [records.get(key, {}) for key in self.keys]
-        super().__init__(f"{path}" + (f", split {split}" if split else ""), len(self.keys), **options)
-        self.total = len(keys)
-        self.codecs = dict(Counter(codec_of(pictures[key][0]) for key in self.keys))
+        self.names = [name for name, _ in kept[:limit]]
+        self.stored = [pictures[key] for key in kept[:limit]]
+        self.records = [records.get(name, {}) for name in self.names]
+        super().__init__(f"{path}" + (f", split {split}" if split else ""), len(self.names), **options)
+        self.total = len(kept)
+        self.codecs = dict(Counter(codec_of(suffix) for _, suffix in kept[:limit]))
 
     def name_of(self, index: int) -> str:
-        return f"{self.keys[index]} of {self.source}"
+        return f"{self.names[index]} of {self.source}"
 
     def digest(self) -> str:
         digest = hashlib.sha256()

@@ -101,6 +101,15 @@ def test_a_tar_has_splits_and_transparency_needs_a_background(tmp_path):
             archive.addfile(info, io.BytesIO(data))
     with pytest.raises(ValueError, match="no split 'test': it has train, val$"):
         open_pictures(path, split="test")
+    # Pictures of one name are two; what macOS puts beside files is none.
+    content = io.BytesIO()
+    solid.save(content, "webp", lossless=True)
+    with tarfile.open(path, "a") as archive:
+        for name in ("001.webp", "._001.webp", ".cache/9.webp"):
+            info = tarfile.TarInfo(name)
+            info.size = len(content.getvalue())
+            archive.addfile(info, io.BytesIO(content.getvalue()))
+    assert len(open_pictures(path)) == 4 and open_pictures(path, split="val").codecs == {"png": 1, "webp": 1}
     with pytest.raises(ValueError, match="'whitish' is no colour"):
         open_pictures(path, background="whitish")
 
