@@ -71,6 +71,9 @@ def load_whole(cls: type, folder: Path, kwargs: dict):
             pipe = cls.from_pretrained(folder, **kwargs)
     except (OSError, RuntimeError) as error:
         reason = " ".join(str(error).split())
+        variants = variants_in(folder) if kwargs.get("variant") is None else ()
+        if variants:
+            again = f"it holds weights of the variant {', '.join(variants)}, give variant={variants[0]!r}"
         raise ValueError(f"{folder} cannot be loaded ({reason}): {again}") from error
     if kwargs.get("device_map") is None:  # with one, weights may lie on the disk on purpose
         for part, module in pipe.components.items():
@@ -80,6 +83,14 @@ def load_whole(cls: type, folder: Path, kwargs: dict):
                     f"{folder / part} lacks {len(lost)} weights, the first is {lost[0]}: {again}"
                 )
     return pipe
+
+
+def variants_in(folder: Path) -> list[str]:
+    """Which kinds of weights the components have, such as "fp16", where they have no others."""
+    from .models.tensor_files import WEIGHT_FILE
+
+    names = {match["variant"] for path in folder.glob("*/*") if (match := WEIGHT_FILE.fullmatch(path.name))}
+    return [] if None in names else sorted(names)
 
 
 def named_parameters(component):

@@ -144,6 +144,13 @@ def test_a_missing_file_is_named(copy, file, named):
     assert f"lacks {named} in the component {file.split('/')[0]}/" in refused(copy)
 
 
+def test_weights_of_a_variant_alone_are_named(copy):
+    for path in copy.glob("*/*.safetensors"):
+        path.rename(path.with_suffix(".fp16.safetensors"))
+    assert refused(copy).endswith("it holds weights of the variant fp16, give variant='fp16'")
+    assert type(load_pipeline(copy, variant="fp16")) is MHLASanaPipeline
+
+
 def test_weights_that_do_not_fit_their_config_are_refused(copy):
     config = copy / "text_encoder" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": 7}))
