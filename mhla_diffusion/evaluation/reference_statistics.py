@@ -78,7 +78,7 @@ def read_statistics(path: str | Path) -> Statistics:
         with np.load(path, allow_pickle=False) as file:
             names = [name for name in file.files if name.startswith("mu")]
             arrays = {
-                name: np.asarray(file[name], np.float64)
+                name: file[name].astype(np.float64, casting="same_kind")
                 for mean in names
                 for name in (mean, f"sigma{mean[2:]}")
                 if name in file.files

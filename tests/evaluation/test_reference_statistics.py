@@ -86,6 +86,7 @@ def test_broken_files_are_named(tmp_path, moments):
         ("about", {"mu": mu, "sigma": sigma, "about": np.array('"mine"')}, "cannot be read"),
         ("features", {"mu": mu, "sigma": sigma, "about": np.array('{"features": {}}')}, "names no network"),
         ("count", {"mu": mu, "sigma": sigma, "count": 1}, "count is 1"),
+        ("complex", {"mu": mu, "sigma": sigma * 1j}, "cannot be read"),
         ("pickled", {"mu": np.array([{}], object), "sigma": sigma}, "cannot be read"),
     ):
         np.savez(tmp_path / f"{name}.npz", **arrays)
