@@ -181,5 +181,9 @@ class MixedMatrix(AttentionMatrix):
         return float(total)
 
     def mixing_rank_bound(self) -> int:
-        """The same bound for a mixing matrix of this rank: `min(N, rank(m) D)`; below `rank_bound` it has collapsed."""
-        return min(self.rank_bound, int(torch.linalg.matrix_rank(self.mixing)) * self.width)
+        """The same bound for a mixing matrix of this rank: `min(N, rank(m) D)`; below `rank_bound` it has collapsed.
+
+        Coefficients are float32: what rounding alone puts among the singular values counts for nothing.
+        """
+        rounding = max(self.mixing.shape) * torch.finfo(torch.float32).eps
+        return min(self.rank_bound, int(torch.linalg.matrix_rank(self.mixing, rtol=rounding)) * self.width)

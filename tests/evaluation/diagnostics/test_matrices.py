@@ -158,6 +158,11 @@ def test_a_collapsed_mixing_is_found_by_its_bound():
     flat = MixedMatrix(matrix.q, matrix.k, torch.ones(16, 16), matrix.table, torch.ones(64))
     assert flat.rank_bound == 32 and flat.mixing_rank_bound() == 2
     assert spectrum(flat).rank <= 2 < spectrum(matrix).rank <= 32
+    draw = torch.Generator().manual_seed(0)
+    one = torch.rand(16, 1, generator=draw) @ torch.rand(
+        1, 16, generator=draw
+    )  # of rank 1, but for float32's rounding
+    assert MixedMatrix(matrix.q, matrix.k, one, matrix.table, torch.ones(64)).mixing_rank_bound() == 2
 
 
 def test_a_layer_that_attends_to_nothing_has_rank_zero():
