@@ -24,8 +24,9 @@ from .metrics.neighbours import check_counts, nearest, precision_recall, squared
 from .networks import extractors
 from .networks.extractors import Extractor
 from .networks.preparation import BLACK
-from .picture_sets import PictureSet, compare_read, compare_sets
+from .picture_sets import PictureSet
 from .reference_statistics import Statistics, check_reference
+from .two_sets import compare_read, compare_sets
 
 SCHEMA = 1
 KID_SUBSET = 1000

@@ -79,6 +79,10 @@ class PictureSet(ABC):
     def name_of(self, index: int) -> str:
         return f"picture {index}"
 
+    def places(self) -> set[str]:
+        """Where each picture lies on disk, by way of links, too; empty where that is one file for all."""
+        return set()
+
     @abstractmethod
     def read(self, start: int, end: int, step: int, batch_size: int, workers: int) -> Iterator[tuple]:
         """(indices, uint8 pictures (3, H, W) or what is wrong with them, (mode, codec, notes)) of each batch."""
@@ -171,6 +175,10 @@ class Folder(PictureSet):
 
     def name_of(self, index: int) -> str:
         return str(self.files[index])
+
+    def places(self) -> set[str]:
+        root = os.path.realpath(self.root)
+        return {os.path.join(root, file.relative_to(self.root)) for file in self.files}
 
     def digest(self) -> str:
         lines = (f"{file.relative_to(self.root).as_posix()} {file.stat().st_size}\n" for file in self.files)
@@ -296,6 +304,9 @@ class Tar(PictureSet):
     def name_of(self, index: int) -> str:
         return f"{self.names[index]} of {self.source}"
 
+    def places(self) -> set[str]:
+        return {f"{os.path.realpath(each.path)}:{each.offset}" for each in self.stored}
+
     def digest(self) -> str:
         digest = hashlib.sha256()
         for stored in self.stored:
@@ -357,43 +368,4 @@ def open_pictures(
         raise ValueError(f"{path} is no set of pictures: give a folder, an .npz with arr_0, or a .tar")
     if split is not None:
         raise ValueError(f"{path} has no splits: leave split out, or give a .tar whose JSON names them")
-    return found
-
-
-def same_place(one: str, other: str) -> bool:
-    """Whether two sources are the same, by way of links, too; the split of a tar is part of its source."""
-    return one == other or os.path.realpath(one) == os.path.realpath(other)
-
-
-def compare_sets(samples: PictureSet, reference: PictureSet) -> list[str]:
-    """Warnings about two sets that are to be compared, before any is read.
-
-    Raises ValueError when both are one and the same.
-    """
-    found = []
-    if samples.listing() == reference.listing():
-        if same_place(samples.source, reference.source) and not isinstance(samples, Tensors):
-            raise ValueError(f"{samples.source} is both the samples and the reference: give two sets")
-        found.append(
-            f"{samples.source} and {reference.source} list the same pictures: is one a copy of the other?"
-        )
-    return found
-
-
-def compare_read(samples: dict, reference: dict) -> list[str]:
-    """Warnings about two sets' `about`, after both were read: what alone moves a distance, whatever they show."""
-    found = []
-    codecs = [sorted(about.get("codecs", {})) for about in (samples, reference)]
-    if all(codecs) and ("jpeg" in codecs[0]) != ("jpeg" in codecs[1]):
-        found.append(
-            f"samples are {', '.join(codecs[0])}, the reference is {', '.join(codecs[1])}: JPEG alone moves FID (by "
-            "about 3 at quality 95, 13 at 75); store both alike"
-        )
-    # A network's resize does something else to each size.
-    sizes = [sorted(about.get("sizes", {})) for about in (samples, reference)]
-    if all(sizes) and sizes[0] != sizes[1]:
-        found.append(
-            f"samples are {', '.join(sizes[0][:3])}, the reference is {', '.join(sizes[1][:3])}: resizing alone moves "
-            "FID; store both in one size"
-        )
     return found

@@ -13,12 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mhla_diffusion.evaluation.picture_sets import (
-    compare_read,
-    compare_sets,
-    holds_pictures,
-    open_pictures,
-)
+from mhla_diffusion.evaluation.picture_sets import holds_pictures, open_pictures
 
 
 def arrays(count: int, height: int = 6, width: int = 8) -> np.ndarray:
@@ -163,42 +158,6 @@ def test_what_is_no_set_of_pictures_is_named(tmp_path):
         open_pictures(tmp_path / "cut", split="train")
     with pytest.raises(ValueError, match="limit 0"):
         open_pictures(tmp_path / "cut", limit=0)
-
-
-def test_the_same_set_twice_is_refused_and_codecs_are_compared(tmp_path):
-    raw = arrays(4, 16, 16)
-    png, copy, jpeg = (folder_of(tmp_path / name, raw) for name in ("png", "copy", "jpeg"))
-    for file in list(jpeg.rglob("0*.png")):
-        Image.open(file).save(file.with_suffix(".jpg"), quality=95)
-        file.unlink()
-    png, copy, jpeg = (open_pictures(path) for path in (png, copy, jpeg))
-    with pytest.raises(ValueError, match="both the samples and the reference"):
-        compare_sets(png, png)
-    (tmp_path / "link").symlink_to(png.source)
-    with pytest.raises(ValueError, match="both the samples and the reference"):
-        compare_sets(png, open_pictures(tmp_path / "link"))
-    assert "list the same pictures" in compare_sets(png, copy)[0]
-    assert jpeg.codecs == {"jpeg": 4} and "JPEG alone moves FID" in compare_read(png.about(), jpeg.about())[0]
-    # Files under the wrong name: what they hold counts, once they were read.
-    for file in (tmp_path / "copy").rglob("0*.png"):
-        file.write_bytes((jpeg.root / file.relative_to(copy.root)).with_suffix(".jpg").read_bytes())
-    assert compare_read(png.about(), copy.about()) == []
-    list(copy.batches())
-    assert copy.codecs == {"jpeg": 4} and "JPEG alone moves FID" in compare_read(png.about(), copy.about())[0]
-    x = open_pictures(torch.from_numpy(raw).permute(0, 3, 1, 2))
-    assert len(compare_sets(x, x)) == 1 and compare_sets(x, png) == []
-
-
-def test_two_sets_of_different_sizes_are_warned_about():
-    small, large, other = (
-        open_pictures(torch.from_numpy(arrays(2, *size)).movedim(-1, 1))
-        for size in ((6, 8), (12, 16), (6, 8))
-    )
-    for each in (small, large, other):
-        list(each.batches())
-    small, large, other = (each.about() for each in (small, large, other))
-    assert compare_read(small, other) == [] == compare_read(small, {})
-    assert "samples are 8x6, the reference is 16x12: resizing alone" in compare_read(small, large)[0]
 
 
 @pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
