@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..features import efficientnet_lite0, image_features
-from ..networks.extractors import usable
+from ..networks.extractors import full_precision, usable
 from ..networks.sentences import SentenceEncoder, sentence_encoder
 from ..networks.weight_files import about_weights, find_weights
 from .heads import load_heads
@@ -74,7 +74,10 @@ class Namer:
 
     def features(self, crops: Tensor) -> Tensor:
         """`(N, 1280)` of uint8 `(N, 3, 128, 128)`."""
-        return image_features(self.network, crops) if len(crops) else torch.zeros(0, 1280)
+        if not len(crops):
+            return torch.zeros(0, 1280)
+        with full_precision(self.device):
+            return image_features(self.network, crops)
 
     def similarities(self, crops: Tensor) -> Tensor:
         """Cosines `(N, len(self.names))` of crops with every candidate."""
