@@ -289,7 +289,9 @@ def list_files() -> None:
 
 def add_compare(parts, add_command: Callable) -> None:
     parser = add_command(parts, "compare", run_compare, "Set results of one protocol side by side.")
-    parser.add_argument("results", nargs="+", metavar="RESULT.json", help="what `mhla eval run` wrote")
+    parser.add_argument(
+        "results", nargs="+", metavar="RESULT", help="JSON or folder that `mhla eval run` wrote"
+    )
 
 
 def run_compare(args: argparse.Namespace) -> int:

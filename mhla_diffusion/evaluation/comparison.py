@@ -12,7 +12,9 @@ FRECHET = ("fd", "sfd")  # biased by an amount that the count decides
 
 
 def read_result(path: Path) -> dict:
-    """A result of `mhla eval run`, with its path under "file". Raises ValueError when it is something else."""
+    """A result of `mhla eval run`, or a folder of one, with its path under "file". Raises ValueError for others."""
+    if path.is_dir():
+        path = path / "result.json"
     if not path.is_file():
         raise ValueError(f"there is no result {path}: give what mhla eval run wrote")
     try:

@@ -32,6 +32,17 @@ def test_results_of_one_protocol_make_a_table(tmp_path, capsys):
     assert out[-1] == "fd is of 9, 8 samples: a Fréchet distance depends on the count"
 
 
+def test_a_folder_stands_for_the_result_in_it(tmp_path, capsys):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        result(tmp_path / name / "result.json", 1.25)
+    assert main(["eval", "compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert f"| {tmp_path / 'a' / 'result.json'} | 1.25 |" in capsys.readouterr().out
+    (tmp_path / "c").mkdir()
+    assert main(["eval", "compare", str(tmp_path / "c")]) == 2
+    assert f"there is no result {tmp_path / 'c' / 'result.json'}" in capsys.readouterr().err
+
+
 def test_a_protocols_file_is_told_from_the_scorer_of_its_name(tmp_path, capsys):
     files = [result(tmp_path / f"{name}.json", 1, protocol="smoke") for name in "ab"]
     content = json.loads(open(files[0]).read()) | {"protocol_sha256": "1" * 64}

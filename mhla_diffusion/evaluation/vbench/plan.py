@@ -14,6 +14,7 @@ SAMPLES = 5
 # Of the videos for this dimension a filter keeps five still ones, so more are drawn.
 FLICKER, FLICKER_SAMPLES = "temporal_flickering", 25
 LONGEST_NAME = 255  # bytes, on the usual file systems
+LAST_SEED = 2**63 - 1  # that generators take
 SCHEMA = 1
 
 
@@ -38,8 +39,16 @@ def read_records(given: str | Path | None = None) -> tuple[list[dict], dict]:
 
 
 def read_rewritten(path: str | Path, count: int) -> list[str]:
-    """Prompts that take the place of VBench's when drawing, one a line, in the order of the records."""
-    lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    """Prompts that take the place of VBench's when drawing, one a line, in the order of the records.
+
+    Raises ValueError, naming the file, when it is none, or has another number of lines.
+    """
+    try:
+        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}): give a text in UTF-8 with one prompt a line"
+        ) from None
     if len(lines) != count or not all(line.strip() for line in lines):
         raise ValueError(
             f"{path} has {len(lines)} lines, some maybe empty; the prompt list has {count} records"
@@ -73,6 +82,8 @@ def plan(
         raise ValueError(f"{unknown[0]!r} is no dimension of VBench: they are {', '.join(DIMENSIONS)}")
     if samples < 1 or flicker_samples < 1:
         raise ValueError(f"{samples} samples, {flicker_samples} for {FLICKER}: give at least 1")
+    if not 0 <= seed <= LAST_SEED - max(samples, flicker_samples):
+        raise ValueError(f"seed {seed} is out of range: give a number from 0 to about {LAST_SEED:.0e}")
     if not extension.startswith(".") or len(extension) < 2:
         raise ValueError(f"extension {extension!r}: give it with its dot, for example .mp4")
     wanted = set(dimensions or DIMENSIONS)

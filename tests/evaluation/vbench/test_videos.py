@@ -61,6 +61,10 @@ def test_a_part_of_it_and_rewritten_prompts(tmp_path):
         ("a still stop sign-0.mp4", "a long story 0"),
         ("a cat, running-0.mp4", "a long story 1"),
     ]
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    for name in ("absent.txt", "binary.txt"):
+        with pytest.raises(ValueError, match=rf"{name} cannot be read \(.*one prompt a line"):
+            read_rewritten(tmp_path / name, 6)
     with pytest.raises(ValueError, match="has 5 lines"):
         read_rewritten(tmp_path / "long.txt", 6)
 
@@ -70,6 +74,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path, prompts):
         ({"dimensions": ["speed"]}, "'speed' is no dimension"),
         ({"dimensions": ["scene", "human_action"]}, "list.json has no prompt for human_action"),
         ({"samples": 0}, "at least 1"),
+        ({"seed": -5}, "seed -5 is out of range"),
         ({"extension": "mp4"}, "with its dot"),
     ):
         with pytest.raises(ValueError, match=message):
