@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...pipelines.requests import MAX_SEED
 from ..networks.weight_files import ROLES, find_weights, sha256_of
 from .dimensions import DIMENSIONS
 
@@ -14,7 +15,6 @@ SAMPLES = 5
 # Of the videos for this dimension a filter keeps five still ones, so more are drawn.
 FLICKER, FLICKER_SAMPLES = "temporal_flickering", 25
 LONGEST_NAME = 255  # bytes, on the usual file systems
-LAST_SEED = 2**63 - 1  # that generators take
 SCHEMA = 1
 
 
@@ -82,8 +82,9 @@ def plan(
         raise ValueError(f"{unknown[0]!r} is no dimension of VBench: they are {', '.join(DIMENSIONS)}")
     if samples < 1 or flicker_samples < 1:
         raise ValueError(f"{samples} samples, {flicker_samples} for {FLICKER}: give at least 1")
-    if not 0 <= seed <= LAST_SEED - max(samples, flicker_samples):
-        raise ValueError(f"seed {seed} is out of range: give a number from 0 to about {LAST_SEED:.0e}")
+    last = MAX_SEED - max(samples, flicker_samples)
+    if not 0 <= seed <= last:
+        raise ValueError(f"seed {seed} is out of range: give a number from 0 to {last}")
     if not extension.startswith(".") or len(extension) < 2:
         raise ValueError(f"extension {extension!r}: give it with its dot, for example .mp4")
     wanted = set(dimensions or DIMENSIONS)
