@@ -234,9 +234,28 @@ def whole_calls() -> str:
     return table(["transformer", "steps", "decoding", "rest", "a video", "stock / it", "GB"], lines)
 
 
+def local_branch() -> str:
+    def cell(row: dict, direction: str) -> str:
+        before, after = row[f"torch_{direction}_ms"], row[f"ours_{direction}_ms"]
+        return f"{ms(before)} and {ms(after)} ({times(before / after)})"
+
+    return table(
+        ["", "forward", "with gradients"],
+        [
+            [
+                f"{row['name']}: {' x '.join(map(str, row['grid']))} tokens, {row['channels']:,} channels",
+                cell(row, "forward"),
+                cell(row, "both") if len(row["grid"]) == 3 else "torch's",
+            ]
+            for row in result_of("local_convolution_h200.json")["rows"]
+        ],
+    )
+
+
 TABLES = {
     "rows": rows, "scaling": scaling, "forms": forms, "counters": counters, "images compiled": images_compiled,
     "images eager": images_eager, "images train": images_train, "video": video, "whole calls": whole_calls,
+    "local branch": local_branch,
 }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
 # By the number of taps over frames, the fastest of thirteen on an H200: pictures, videos.
 TILES = {1: Tile(2, 16, 128, 4), 3: Tile(8, 8, 64, 4)}
-GRADIENT_TILE = Tile(1, 8, 64, 2)  # of ten
+GRADIENT_TILE = Tile(1, 8, 64, 2)  # of nine
 
 
 @triton.jit

@@ -77,7 +77,11 @@ class RecordedGradients:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 loss = self.compute(held)
         except Exception as error:
-            torch.cuda.set_stream(here)  # an aborted capture leaves its own
+            # An aborted capture leaves its own stream, and the random generator as if it still went on.
+            torch.cuda.set_stream(here)
+            generator = torch.cuda.default_generators[here.device_index]
+            fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+            generator.graphsafe_set_state(fresh)
             reason = " ".join(str(error).split())[:200]
             raise ValueError(
                 f"recipe: run.cuda_graph = true, and this step cannot be recorded ({type(error).__name__}: {reason}); "

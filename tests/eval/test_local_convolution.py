@@ -26,3 +26,7 @@ def test_both_sides_are_timed_and_judged_by_float64(tmp_path):
         for side in ("torch", "ours"):
             assert row[f"{side}_forward_ms"] > 0 and row[f"{side}_both_ms"] > 0
             assert len(row[f"{side}_error"]) == 4 and max(row[f"{side}_error"].values()) < 2e-2
+        assert {name: len(times) for name, times in row["tiles_ms"].items()} == {
+            "local": 13,
+            "local_gradient": 9,
+        }

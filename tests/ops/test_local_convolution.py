@@ -43,7 +43,7 @@ def kernel(x, weight, bias, op=local_convolution_op):
 
 
 def truth(x, weight, bias):
-    """In float64 on the CPU: for a grid of one token torch 2.11's own kernel on a GPU is wrong."""
+    """In float64 on the CPU: for a grid of one token torch 2.11's own on a GPU reads memory it must not."""
     image, weight, bias = (
         None if each is None else each.cpu().double() for each in (x.movedim(-1, 1), weight, bias)
     )

@@ -1,5 +1,8 @@
 """Steps repeated from a CUDA graph train as steps that the host starts kernel by kernel."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -33,9 +36,12 @@ def test_a_graph_gives_the_same_weights(recipe_file, settings):
     found, expected = weights(graph), weights(plain)
     assert found.keys() == expected.keys()
     start = weights(run(recipe_file("start"), [*GPU, *settings, "run.max_minutes=1e-6"]))
-    for name, x in expected.items():
-        moved = float((x.float() - start[name].float()).norm())
-        assert float((found[name].float() - x.float()).norm()) <= 0.2 * moved + 1e-6, name
+
+    def distance(a, b):
+        return sum(float((a[name].double() - b[name].double()).square().sum()) for name in expected) ** 0.5
+
+    # Where a gradient is nothing but rounding, as that of a softmax's key bias, AdamW makes whole steps of it.
+    assert distance(found, expected) < 0.1 * distance(expected, start)
 
 
 @pytest.mark.gpu
@@ -64,15 +70,38 @@ def test_a_repeated_step_does_not_wait_and_serves_every_shape_it_has_seen(recipe
     assert max(losses) - min(losses) < 1e-2 * losses[0]  # the same weights on the same batch
 
 
+ABORTED = """
+import sys
+import torch
+from mhla_diffusion.training.loop import Training
+from mhla_diffusion.training.recipe import load_recipe
+
+job = Training(load_recipe(sys.argv[1], sys.argv[2:]), None)
+compute = job.gradients.compute
+job.gradients.compute = lambda batches: compute(batches) + 0 * compute(batches).item()
+batch = [job.feed.rows(job.feed.draw(0), slice(0, 2))]
+for _ in range(3):
+    job.gradients(batch)
+here = torch.cuda.current_stream()
+try:
+    job.gradients(batch)
+except ValueError as error:
+    print(error)
+assert torch.cuda.current_stream() == here and job.gradients.recordings == {}
+torch.manual_seed(3)
+first = torch.randn(5, device="cuda")
+torch.manual_seed(3)
+print(torch.equal(first, torch.randn(5, device="cuda")))
+"""
+
+
 @pytest.mark.gpu
 def test_a_step_that_waits_for_the_device_is_refused(recipe_file):
-    job = Training(load_recipe(recipe_file(), [*GPU, "run.cuda_graph=true", "run.compile=false"]), None)
-    compute = job.gradients.compute
-    job.gradients.compute = lambda batches: compute(batches) + 0 * compute(batches).item()
-    batch = [job.feed.rows(job.feed.draw(0), slice(0, 2))]
-    for _ in range(3):
-        job.gradients(batch)
-    here = torch.cuda.current_stream()
-    with pytest.raises(ValueError, match="run.cuda_graph = true, and this step cannot be recorded"):
-        job.gradients(batch)
-    assert torch.cuda.current_stream() == here and job.gradients.recordings == {}
+    """In a process of its own: what an aborted recording might leave behind would be the next test's."""
+    settings = [*GPU, "run.cuda_graph=true", "run.compile=false"]
+    command = [sys.executable, "-c", ABORTED, str(recipe_file()), *settings]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    refusal, drawn = done.stdout.splitlines()[-2:]
+    assert refusal.startswith("recipe: run.cuda_graph = true, and this step cannot be recorded")
+    assert drawn == "True"
