@@ -10,14 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 def test_both_sides_are_timed_and_judged_by_float64(tmp_path):
     out = tmp_path / "results" / "local.json"
-    command = [
-        sys.executable,
-        str(ROOT / "eval" / "local_convolution.py"),
-        "--out",
-        str(out),
-        "--repeats",
-        "1",
-    ]
+    command = [sys.executable, str(ROOT / "eval" / "local_convolution.py"), "--out", str(out)]
+    command += ["--repeats", "1", "--tiles"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
