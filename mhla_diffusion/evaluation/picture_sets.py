@@ -152,6 +152,7 @@ class PictureSet(ABC):
         return {
             "source": self.source,
             "pictures": self.count,
+            **({"of": self.total} if self.total > self.count else {}),  # the first ones, by a limit
             "listing_sha256": self.listing(),
             "codecs": self.codecs,
             "sizes": {f"{width}x{height}": n for (height, width), n in sorted(self.sizes.items())},

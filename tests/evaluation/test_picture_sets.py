@@ -62,6 +62,9 @@ def test_every_kind_gives_the_same_pictures_in_any_batches(tmp_path):
         "modes": {"RGB": 7},
         "background": None,
     }
+    for source in (folder, tmp_path / "a.npz"):  # a result says that there were more
+        about = open_pictures(source, limit=2).about()
+        assert (about["pictures"], about["of"]) == (2, 7)
     assert holds_pictures(tmp_path / "a.npz") and not holds_pictures(folder / "settings.json")
 
 
