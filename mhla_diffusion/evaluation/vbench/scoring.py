@@ -73,10 +73,9 @@ def kept_score(out: Path, dimension: str, key: dict[str, Any]) -> float | None:
     except (OSError, ValueError, KeyError, TypeError):
         found, value = {}, None
     if found != key:
-        names = [name for name in key if found.get(name) != key[name]] if found else ["nothing says of what"]
-        raise ValueError(
-            f"{path} is of another run ({', '.join(names)} differ): use --overwrite or another --out"
-        )
+        names = ", ".join(name for name in key if found.get(name) != key[name])
+        why = f"{names} differ" if found else "nothing beside it says of what"
+        raise ValueError(f"{path} is of another run ({why}): use --overwrite or another --out")
     return value
 
 

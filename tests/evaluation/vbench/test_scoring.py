@@ -135,7 +135,7 @@ def test_results_of_other_videos_weights_or_unknown_ones_are_not_taken_for_done(
     assert scored(environment, "--overwrite", dimensions=[MOTION]) == 0
     (here / "out" / f"{MOTION}_run.json").unlink()
     assert scored(environment, dimensions=[MOTION]) == 2
-    assert "nothing says of what" in capsys.readouterr().err
+    assert "another run (nothing beside it says of what): use" in capsys.readouterr().err
 
 
 def test_missing_weights_are_named_in_under_a_second_with_every_place(environment, here, monkeypatch, capsys):
