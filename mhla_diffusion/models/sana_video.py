@@ -16,7 +16,7 @@ from ..wan_attention import WanPositions
 from .layers import known_to_caches
 from .mixin import MHLAModelMixin
 from .options import check_choice
-from .wan import MHLAWanRotaryPosEmbed, check_video_latents
+from .wan import MHLAWanRotaryPosEmbed, check_turning_heads, check_video_latents
 
 
 @known_to_caches
@@ -144,6 +144,7 @@ class MHLASanaVideoTransformer3DModel(MHLAModelMixin, SanaVideoTransformer3DMode
     ):
         options = self.check_mhla_options(num_layers)
         norm_out = mhla_normalizer == "none" if mhla_norm_out is None else mhla_norm_out
+        check_turning_heads(attention_head_dim)
         check_choice("qk_norm", qk_norm, QK_NORMS)
         super().__init__(
             in_channels=in_channels,

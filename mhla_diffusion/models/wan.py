@@ -17,7 +17,13 @@ from ..wan_attention import MHLAWanAttention, SoftmaxWanAttention, WanPositions
 from .layers import known_to_caches
 from .mixin import MHLAModelMixin
 
-__all__ = ["AXES", "MHLAWanRotaryPosEmbed", "MHLAWanTransformer3DModel", "check_video_latents"]
+__all__ = [
+    "AXES",
+    "MHLAWanRotaryPosEmbed",
+    "MHLAWanTransformer3DModel",
+    "check_turning_heads",
+    "check_video_latents",
+]
 
 AXES = ("frames", "rows", "columns")
 THETA = 10000.0  # stock Wan's, which no config holds
@@ -28,6 +34,14 @@ def check_video_latents(latents: torch.Tensor, channels: int) -> None:
     if latents.ndim != 5 or latents.shape[1] != channels:
         raise ValueError(
             f"latents have shape {tuple(latents.shape)}: this model takes (batch, {channels}, frames, height, width)"
+        )
+
+
+def check_turning_heads(channels: int) -> None:
+    """Raise ValueError unless a head of so many channels can be turned in pairs; stock stops with a bare assertion."""
+    if channels < 2 or channels % 2:
+        raise ValueError(
+            f"attention_head_dim={channels}: give an even number, for rotary positions turn pairs"
         )
 
 
@@ -208,6 +222,7 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
     ):
         options = self.check_mhla_options(num_layers)
         norm_out = mhla_normalizer == "none" if mhla_norm_out is None else mhla_norm_out
+        check_turning_heads(attention_head_dim)
         if mhla_norm_across_heads and not norm_out:
             raise ValueError(
                 "mhla_norm_across_heads=True without mhla_norm_out: give mhla_norm_out=True, or leave both out"

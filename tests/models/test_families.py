@@ -309,6 +309,13 @@ def test_latents_without_a_place_are_refused_before_the_model_runs(family, optio
     assert "\n" not in str(caught.value)
 
 
+@VIDEO
+def test_heads_that_cannot_be_turned_in_pairs_are_refused_in_one_line(family):
+    with pytest.raises(ValueError, match="attention_head_dim=7: give an even number") as caught:
+        family.model(attention_head_dim=7)
+    assert "\n" not in str(caught.value)
+
+
 @EACH
 @pytest.mark.parametrize(
     ("options", "message"),
