@@ -27,6 +27,14 @@ class ContextParallelMixin:
 
     _why_no_context_parallelism = "its token axis has no plan of how to split it"
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, **kwargs):
+        """As in Diffusers; a `ContextParallelConfig` as `parallel_config` serves as it does in `enable_parallelism`."""
+        if isinstance(kwargs.get("parallel_config"), ContextParallelConfig):
+            # Diffusers reads a field of it that only the outer kind of configuration has.
+            kwargs["parallel_config"] = ParallelConfig(context_parallel_config=kwargs["parallel_config"])
+        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
     def enable_parallelism(self, *, config, cp_plan=None) -> None:
         """As in Diffusers: spread the tokens of each call over the processes of `torch.distributed`.
 

@@ -73,6 +73,11 @@ def test_processes_compute_what_one_does(shared, ranks, name):
     compare(name, shared(ranks), 1e-5)
 
 
+def test_a_model_may_be_spread_when_it_is_loaded(shared):
+    for found in shared(2):
+        assert relative(found["loaded"]["sample"], alone("even")["sample"]) < 1e-5
+
+
 def test_tokens_that_do_not_divide_are_refused_with_what_to_give(shared):
     for found in shared(2):
         assert found["uneven"].startswith(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig, FirstBlockCacheConfig, MagCacheConfig
 from model_checks import stirred
 
+from mhla_diffusion.models.wan import MHLAWanTransformer3DModel
 from mhla_diffusion.pipelines.wan import MHLAWanPipeline
 
 EVERYTHING = {**tiny_wan.EVERYTHING, "mhla_norm_projected": False}
@@ -150,6 +151,15 @@ def cached() -> torch.nn.Module:
     return model
 
 
+def loaded(folder: Path, ranks: int, device: str) -> torch.nn.Module:
+    """A model that is spread when it is loaded."""
+    case = CASES["even"]
+    model_of(case).save_pretrained(folder)
+    return MHLAWanTransformer3DModel.from_pretrained(folder, parallel_config=config_of(case, ranks)).to(
+        device
+    )
+
+
 def main(rank: int, ranks: int, folder: Path, device: str) -> None:
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = False
@@ -174,6 +184,7 @@ def main(rank: int, ranks: int, folder: Path, device: str) -> None:
         except ValueError as error:
             results["uneven"] = str(error)
         results["caches"] = cache_results(model)
+        results["loaded"] = result_of(loaded(folder / f"rank-{rank}", ranks, device), CASES["even"], device)
         if device == "cpu":
             model = cached()
             model.enable_parallelism(config=config_of(CASES["even"], ranks))
