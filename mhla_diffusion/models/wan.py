@@ -289,8 +289,8 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
                 "this model takes no images (image_dim=None): leave encoder_hidden_states_image out"
             )
         each = 1 if self.config.pos_embed_seq_len is None else 2
-        groups, rest = divmod(image.shape[0], each)
-        if rest or not groups or samples % groups:
+        groups = image.shape[0] // each  # compilers know no divmod of symbolic sizes
+        if image.shape[0] % each or not groups or samples % groups:
             raise ValueError(
                 f"encoder_hidden_states_image holds {image.shape[0]} images for {samples} samples: give {each} for each"
             )

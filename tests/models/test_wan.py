@@ -106,6 +106,8 @@ def test_videos_of_one_image_share_it_and_other_numbers_are_refused(options, eac
     repeated = torch.cat([two[:each], two[:each], two[each:], two[each:]])
     expected = run(ours, **inputs, encoder_hidden_states_image=repeated)
     assert torch.equal(run(ours, **inputs, encoder_hidden_states_image=two), expected)
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="eager")
+    assert relative(run(compiled, **inputs, encoder_hidden_states_image=two), expected) < 1e-6
     with pytest.raises(ValueError, match=f"{3 * each} images for 4 samples: give {each} for each"):
         run(ours, **inputs, encoder_hidden_states_image=images[: 3 * each])
     with pytest.raises(ValueError, match=r"takes no images \(image_dim=None\)"):
