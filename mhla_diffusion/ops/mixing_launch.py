@@ -31,17 +31,28 @@ def _spread(matrix: torch.Tensor, columns: int, tile: int, width: int, split: bo
     return out
 
 
-def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: int) -> torch.Tensor:
-    """(Mq, Mk) or (H, Mq, Mk) float32 times states (B, H, Mk * chunks, K), in the states' dtype. x: dtype and dims."""
+def _all_rows(config: MixConfig, rows: int) -> MixConfig:
+    """The configuration with the rows beyond BM only where they make one program's rows all of them."""
+    return config if config.BM < rows <= config.BM + config.TM else config._replace(TM=0)
+
+
+def mix(
+    matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: int, *, overwrite: bool = False
+) -> torch.Tensor:
+    """(Mq, Mk) or (H, Mq, Mk) float32 times states (B, H, Mk * chunks, K), in the states' dtype. x: dtype and dims.
+
+    overwrite: the states are needed no more. Where a program has a state's place of every block, the result takes their
+    memory: half of what the operator holds at its peak, and what fits into L2 is found there again.
+    """
     batch, heads, columns, size = states.shape
     rows = matrix.shape[-2]
-    mixed = replay.empty((batch, heads, rows, size), states.dtype, states.device)
+    split = states.dtype == x.dtype == torch.bfloat16
+    configs = [_all_rows(config, rows) for config in mix_configs("mix", 16 if split else 32, rows, columns)]
+    in_place = overwrite and rows == columns and all([rows <= config.BM + config.TM for config in configs])
+    mixed = states if in_place else replay.empty((batch, heads, rows, size), states.dtype, states.device)
     kind = _MIX_DOT[x.dtype] if states.dtype == x.dtype else "tf32"
-    split = kind == "split"
 
     def start(config: MixConfig) -> None:
-        if not config.BM < rows <= config.BM + config.TM:
-            config = config._replace(TM=0)
         tile = config.BM + config.TM
         spread = _spread(matrix, columns, tile, config.BN, split)
         part = spread.numel() // (1 + split)
@@ -52,8 +63,7 @@ def mix(matrix: torch.Tensor, states: torch.Tensor, x: torch.Tensor, value_dim: 
             *sizes, SIZE=size, WIDTH=spread.shape[-1], REVERSE=True, DOT=kind,
         )  # fmt: skip
 
-    configs = mix_configs("mix", 16 if split else 32, rows, columns)
-    if not start_first_fitting("mix", x, value_dim, configs, (kind,), start):
+    if not start_first_fitting("mix", x, value_dim, tuple(configs), (kind,), start):
         return fallback.mix(matrix, states, columns // matrix.shape[-1])
     return mixed
 

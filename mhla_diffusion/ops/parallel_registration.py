@@ -162,7 +162,7 @@ def read_states_backward(
     dmixing = mix_gradient(dmixed, state, rows, q, value_dim)
     if blocks.rows is not None:
         dmixing = torch.zeros_like(mixing).index_copy(-2, blocks.rows, dmixing)
-    return dq, dmixing, mix(rows.transpose(-1, -2), dmixed, q, value_dim)
+    return dq, dmixing, mix(rows.transpose(-1, -2), dmixed, q, value_dim, overwrite=True)
 
 
 @read_states_backward.register_fake

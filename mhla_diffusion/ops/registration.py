@@ -55,14 +55,18 @@ def _pair(first, second):
 _LIBRARY = torch.library.Library("mhla_diffusion", "FRAGMENT")
 
 
-def _output_only(name: str, call, fake):
-    """The operator `name` without gradients that returns the first result of `call` alone."""
+def _output_only(name: str, call, fake, run=None):
+    """The operator `name` without gradients, with the arguments of `call`, that returns its first result alone.
+
+    run: what computes it, `call` unless given.
+    """
+    run = run or call
 
     @on_its_device
     @replayed
     @functools.wraps(call)
     def first(*args, **kwargs) -> Tensor:
-        return call(*args, **kwargs)[0]
+        return run(*args, **kwargs)[0]
 
     arguments, _, _ = torch.library.infer_schema(call, mutates_args=()).partition(" -> ")
     _LIBRARY.define(f"{name}{arguments} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
@@ -89,6 +93,16 @@ def _forward(
     cos, sin: a rotation, or in cos alone the frequencies of three axes (`rotation.GridRope`).
     The arguments from query_norm on are fused steps around the operator; they have no gradient here.
     """
+    return _by_states(**locals())
+
+
+def _by_states(
+    q, k, v, mixing, query_table, key_table, cos, sin, key_cos, key_sin,
+    feature_eps, denominator_eps, divide, trusted, out_dtype, query_layout=None, key_layout=None,
+    state_dtype=torch.float32, query_norm=None, query_norm_eps=1e-6, key_norm=None, key_norm_eps=1e-6,
+    norm_weight=None, norm_eps=1e-6, gate=None, gate_bias=None, local=None, overwrite=False,
+):  # fmt: skip
+    """`_forward`. overwrite: mixed states may take the memory of the states, which the caller does not look at."""
     from .states_launch import Epilogue, mix, read_out, summarise
 
     query = _part_of(query_table, query_layout, q.shape[1], trusted)
@@ -97,8 +111,9 @@ def _forward(
         k, v, key, _pair(key_cos, key_sin), feature_eps,
         mass=divide, norm=_pair(key_norm, key_norm_eps), state_dtype=state_dtype,
     )  # fmt: skip
+    mixed = mix(mixing, state, q, v.shape[-1], overwrite=overwrite)
     out = read_out(
-        q, mix(mixing, state, q, v.shape[-1]), v.shape[-1], query, _pair(cos, sin), feature_eps,
+        q, mixed, v.shape[-1], query, _pair(cos, sin), feature_eps,
         divide=divide, mass=divide, denominator_eps=denominator_eps, out_dtype=out_dtype,
         norm=_pair(query_norm, query_norm_eps), after=Epilogue(norm_weight, norm_eps, gate, gate_bias, local),
     )  # fmt: skip
@@ -124,7 +139,9 @@ mhla_forward = torch.library.custom_op(
     "mhla_diffusion::mhla_forward", on_its_device(replayed(_forward)), mutates_args=()
 )
 mhla_forward.register_fake(_fake_forward)
-mhla_forward_output = _output_only("mhla_forward_output", _forward, _fake_forward)
+mhla_forward_output = _output_only(
+    "mhla_forward_output", _forward, _fake_forward, functools.partial(_by_states, overwrite=True)
+)
 
 
 def _transposed(matrix: Tensor) -> Tensor:
@@ -143,7 +160,7 @@ def _states_backward(
         mass=divide, denominator_eps=denominator_eps, state_dtype=state.dtype,
     )  # fmt: skip
     dmixing = mix_gradient(dmixed, state, mixing, q, value_dim)
-    dstate = mix(computed(_transposed, mixing), dmixed, q, value_dim)
+    dstate = mix(computed(_transposed, mixing), dmixed, q, value_dim, overwrite=True)
     dk, dv = key_gradients(k, v, dstate, key, key_rope, feature_eps, mass=divide)
     return dq, dk, dv, dmixing
 

@@ -7,6 +7,7 @@ and larger shapes.
 import pytest
 import torch
 
+from mhla_diffusion.evaluation.timing import peak_extra_bytes
 from mhla_diffusion.mixing import initial_mixing
 from mhla_diffusion.ops import GridRope, mhla_attention
 from mhla_diffusion.ops.partition import Partition
@@ -219,6 +220,42 @@ def test_mixing_all_rows_in_a_program_in_float32(device, rows, columns, per_head
         got = mix(matrix, states, states[..., :4], 11)
     want = matrix.double() @ states.double()
     assert ((got - want).norm() / want.norm()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "config", "in_place"),
+    [
+        (20, 20, MixConfig(32, 16, 16, 4, 1), True),
+        (20, 20, MixConfig(16, 16, 16, 4, 1, 16), True),
+        (20, 20, MixConfig(16, 16, 16, 4, 1), False),  # two programs read a state
+        (40, 40, MixConfig(16, 16, 16, 4, 1, 16), False),
+        (5, 20, MixConfig(32, 16, 16, 4, 1), False),  # the result is smaller
+    ],
+)
+def test_states_that_are_needed_no_more_may_be_overwritten(device, rows, columns, config, in_place):
+    generator = torch.Generator().manual_seed(4)
+    matrix = torch.rand(rows, columns, generator=generator).to(device)
+    states = torch.randn(2, 2, columns, 44, generator=generator).to(device)
+    want = matrix.double() @ states.double()
+    kept = states.clone()
+    with override(mix=config):
+        got = mix(matrix, states, states[..., :4], 11, overwrite=True)
+    assert ((got - want).norm() / want.norm()) < 1e-6
+    assert (got.data_ptr() == states.data_ptr()) == in_place
+    assert in_place or torch.equal(states, kept)
+
+
+@pytest.mark.gpu
+def test_without_gradients_the_states_are_held_once(device):
+    """DiT-XL/2's shape at 512 px: 16 blocks."""
+    q, k, v = (torch.randn(16, 1024, 16, 72, device=device).bfloat16() for _ in range(3))
+    mixing = initial_mixing((4, 4)).float().to(device)
+
+    def call():
+        return mhla_attention(q, k, v, mixing, grid=(32, 32), block_grid=(4, 4), form="states")
+
+    states = 16 * 16 * 16 * (72 * 72 + 72) * 2
+    assert states <= peak_extra_bytes(call, device) < 1.3 * states
 
 
 @pytest.mark.gpu
