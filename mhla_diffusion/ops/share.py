@@ -45,7 +45,7 @@ class Share(NamedTuple):
 
 
 def span_of(rank: int, ranks: int, tokens: int) -> tuple[int, int]:
-    each, more = divmod(tokens, ranks)
+    each, more = tokens // ranks, tokens % ranks  # compilers know no divmod of symbolic sizes
     start = rank * each + (rank if rank < more else more)
     return start, start + each + (1 if rank < more else 0)
 

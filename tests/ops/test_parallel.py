@@ -176,6 +176,19 @@ def test_shares_are_runs_without_gaps_that_differ_by_one_token():
         assert spans == [Share(rank, ranks).span(tokens) for rank in range(ranks)]
 
 
+def test_a_share_of_any_number_of_tokens_in_one_graph():
+    """As compiled layers want it from the second size of videos on, when sizes become symbols."""
+
+    def taken(x):
+        start, stop = Share(1, 3).span(x.shape[0])
+        return x[start:stop] + 1
+
+    compiled = torch.compile(taken, fullgraph=True, dynamic=True, backend="eager")
+    for tokens in (36, 37, 50):
+        x = torch.arange(tokens)
+        assert torch.equal(compiled(x), taken(x))
+
+
 def compiled_states(q, k, v, mixing):
     options = {"grid": GRID, "block_grid": BLOCKS, "normalizer": "paper", "start": 5, "backend": "triton"}
     return parallel_mhla_attention(q, k, v, mixing, reduce=lambda state: 2 * state, **options)
