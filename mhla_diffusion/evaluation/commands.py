@@ -46,7 +46,8 @@ def add_options(parser) -> None:
     add("--mixed-sizes", action="store_true", help="allow pictures of several sizes in one set")
     add("--background", metavar="COLOUR", help="what transparent pictures are laid on, for example white")
     add("--batch-size", type=int, default=50, help="pictures in the network at a time (default: %(default)s)")
-    add("--workers", type=int, default=0, help="processes that decode pictures (default: %(default)s)")
+    add("--workers", type=int,
+        help="processes that decode pictures (default: for a GPU all cores but one, up to 16; else none)")  # fmt: skip
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
 
 
@@ -135,6 +136,7 @@ def run_protocol(args: argparse.Namespace) -> int:
         raise ValueError(f"protocol {protocol.name} reads no prompts and no CLIP: leave those options out")
     check_weights(protocol, tuple(args.metrics or ()), dict(args.weights), args.skip_missing)
 
+    from .decoding import decoding_processes
     from .image_scores import as_lines, score, write_result
     from .picture_sets import holds_pictures
     from .protocols.drawn import note_drawing
@@ -157,7 +159,7 @@ def run_protocol(args: argparse.Namespace) -> int:
             weights=dict(args.weights),
             device=args.device,
             batch_size=args.batch_size,
-            workers=args.workers,
+            workers=decoding_processes(args.workers, args.device),
             seed=args.seed,
             floor=args.floor,
             skip_missing=args.skip_missing,
@@ -221,6 +223,7 @@ def run_stats(args: argparse.Namespace) -> int:
         )
     check_weights(protocol, metrics, dict(args.weights), False)
 
+    from .decoding import decoding_processes
     from .image_scores import build_extractor, environment, gather
     from .reference_statistics import write_statistics
 
@@ -233,7 +236,7 @@ def run_stats(args: argparse.Namespace) -> int:
             extractor,
             moments=taps,
             batch_size=args.batch_size,
-            workers=args.workers,
+            workers=decoding_processes(args.workers, args.device),
             progress=bar.update,
         )
     about = {"features": extractor.about, "pictures": pictures.about(), "environment": environment(extractor)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -126,6 +127,17 @@ def packed(items: list[tuple[int, Picture]]) -> tuple:
     shapes = {each if isinstance(each, str) else each.shape for each in pixels}
     whole = len(shapes) == 1 and not isinstance(pixels[0], str)
     return indices, torch.stack(pixels) if whole else pixels, [picture[1:] for picture in pictures]
+
+
+def decoding_processes(workers: int | None, device: str) -> int:
+    """How many processes decode: `workers`, or where that is None as many as a GPU that waits for them can use.
+
+    On a CPU none: decoding and the network would share its cores.
+    """
+    if workers is not None:
+        return workers
+    on_gpu = torch.cuda.is_available() if device == "auto" else device.partition(":")[0] == "cuda"
+    return min(16, max(0, (os.cpu_count() or 1) - 1)) if on_gpu else 0
 
 
 def decoded_batches(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from mhla_diffusion.evaluation import decoding
 from mhla_diffusion.evaluation.picture_sets import holds_pictures, open_pictures
 
 
@@ -227,3 +228,13 @@ def test_pictures_of_a_tar_stay_on_disk(tmp_path):
         file.write(path.read_bytes())
     with pytest.raises(ValueError, match="no readable tar"):
         open_pictures(tmp_path / "packed.tar")
+
+
+def test_as_many_processes_decode_as_the_device_can_use(monkeypatch):
+    monkeypatch.setattr(decoding.os, "cpu_count", lambda: 9)
+    assert decoding.decoding_processes(None, "cpu") == 0
+    assert decoding.decoding_processes(None, "cuda:1") == 8
+    assert decoding.decoding_processes(None, "auto") == (8 if torch.cuda.is_available() else 0)
+    assert decoding.decoding_processes(3, "cpu") == 3
+    monkeypatch.setattr(decoding.os, "cpu_count", lambda: 64)
+    assert decoding.decoding_processes(None, "cuda") == 16

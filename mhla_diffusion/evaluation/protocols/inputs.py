@@ -30,7 +30,7 @@ class Inputs:
     skip_missing: bool = False
     device: str = "auto"
     batch_size: int = 50
-    workers: int = 0
+    workers: int | None = None  # None: as many as the device can use
     seed: int = 0
     out: Path = Path("outputs/eval")
     progress: Callable[[int], object] = lambda count: None

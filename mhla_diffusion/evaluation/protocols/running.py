@@ -63,6 +63,7 @@ def check_samples(protocol: Protocol, inputs: Inputs) -> list[str]:
 
 def run_distances(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     """Distances to a reference by one of the networks and resizes of `image_protocols`."""
+    from ..decoding import decoding_processes
     from ..image_scores import beyond, score
     from ..picture_sets import holds_pictures, open_pictures
     from ..reference_statistics import holds_statistics, read_statistics
@@ -106,7 +107,7 @@ def run_distances(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
         weights={role: path for role, path in inputs.weights.items() if role in way.roles},
         device=inputs.device,
         batch_size=inputs.batch_size,
-        workers=inputs.workers,
+        workers=decoding_processes(inputs.workers, inputs.device),
         seed=inputs.seed,
         skip_missing=inputs.skip_missing,
         progress=inputs.progress,
@@ -117,6 +118,7 @@ def run_distances(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
 
 def run_captions(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     """Scores of pictures and their prompts: CLIP score, retrieval, scenes, GenEval."""
+    from ..decoding import decoding_processes
     from ..text_image.run import score_set
 
     way = TEXT_IMAGE_PROTOCOLS[part.scorer]
@@ -135,7 +137,7 @@ def run_captions(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
         long_prompts=long_prompts,
         detections_out=inputs.out / "detections.jsonl",
         batch_size=inputs.batch_size,
-        workers=inputs.workers,
+        workers=decoding_processes(inputs.workers, inputs.device),
         progress=inputs.progress,
     )
     return only(result, part)

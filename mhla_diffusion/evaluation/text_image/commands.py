@@ -39,6 +39,7 @@ def run_text_image(args: argparse.Namespace, protocol: TextImageProtocol, opened
             roles += needed_weights(args.samples, args.prompts)
         for role in roles:
             find_weights(role, weights.get(role))
+    from ..decoding import decoding_processes
     from ..image_scores import as_lines, write_result
     from ..protocols.drawn import note_drawing
     from .run import score_set
@@ -59,7 +60,7 @@ def run_text_image(args: argparse.Namespace, protocol: TextImageProtocol, opened
             random_weights=args.random_weights,
             detections_out=out.with_name(f"{out.stem}_detections.jsonl"),
             batch_size=args.batch_size,
-            workers=args.workers,
+            workers=decoding_processes(args.workers, args.device),
             progress=bar.update,
         )
     note_drawing(result, args.samples)
