@@ -137,7 +137,10 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the kernels compute this call: plain tensors on one GPU, three taps on each axis."""
     if x.numel() == 0 or choose_backend("auto", x.device, x.dtype, 1)[0] != "triton":
         return False
-    return set(weight.shape[2:]) == {3} and is_ordinary_call(x, weight, bias)
+    channels, taps = x.shape[1], (3,) * (x.dim() - 2)
+    if tuple(weight.shape) != (channels, 1, *taps) or (bias is not None and tuple(bias.shape) != (channels,)):
+        return False  # other numbers of taps, or what torch refuses
+    return is_ordinary_call(x, weight, bias)
 
 
 def local_convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

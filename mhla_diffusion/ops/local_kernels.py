@@ -18,7 +18,7 @@ from .triton_launch import ceil_div
 
 __all__ = ["local_kernel", "start_local", "start_weight_gradient", "weight_gradient_kernel"]
 
-FAR = 2**31  # offsets within a video from here on take 64 bits
+FAR = 2**31  # offsets within a video, or within a row of its tokens, from here on take 64 bits
 PROGRAMS = (
     4096  # of a weight's gradient, at most about so many: each writes sums that are added up afterwards
 )
@@ -104,7 +104,8 @@ def _times(x_ptr, grad, x, columns, token_stride, channel, known):
 def weight_gradient_kernel(
     x_ptr, grad_ptr, out_ptr, x_video_stride, x_token_stride, grad_video_stride, grad_token_stride,
     lines, length, frames, rows, columns, channels,
-    DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr,
+    DEPTH: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Sums over the tokens n of `grad[n] * x[n + tap]`: of three taps, over `length` of the B * frames * rows lines.
 
@@ -126,6 +127,8 @@ def weight_gradient_kernel(
             row_ptr = grad_ptr + video * grad_video_stride + here * grad_token_stride
             for start in range(0, columns, COLUMNS):
                 column = start + tl.arange(0, COLUMNS)
+                if WIDE:
+                    column = column.to(tl.int64)
                 grad = tl.load(
                     row_ptr + (column * grad_token_stride)[:, None] + channel[None, :],
                     mask=(column < columns)[:, None] & known[None, :],
@@ -171,6 +174,7 @@ def start_local(
     x = _evenly_spaced(x)
     # Channels side by side, as they are in x. Not kept: weights change unnoticed.
     taps = replay.computed(_by_taps, weight)
+    bias = None if bias is None else triton_launch.contiguous(bias)
     batch, frames, rows, columns, channels = x.shape
     stride = _token_stride(x)
     out = replay.empty(tuple(x.shape), x.dtype, x.device)
@@ -206,15 +210,17 @@ def start_weight_gradient(x: torch.Tensor, grad: torch.Tensor, depth: int) -> to
     length = ceil_div(lines, max(1, min(lines, PROGRAMS // (depth * 3 * blocks))))
     chunks = ceil_div(lines, length)
     out = replay.empty((chunks, depth * 9, channels), torch.float32, x.device)
+    strides = x.stride(0), _token_stride(x), grad.stride(0), _token_stride(grad)
+    options = {"DEPTH": depth, "WIDE": columns * max(strides[1], strides[3], channels) >= FAR}
 
     def start(tile: Tile) -> None:
         triton_launch.launch(
-            weight_gradient_kernel, (depth * 3, blocks, chunks), tile, x, grad, out, x.stride(0), _token_stride(x),
-            grad.stride(0), _token_stride(grad), lines, length, frames, rows, columns, channels, DEPTH=depth,
+            weight_gradient_kernel, (depth * 3, blocks, chunks), tile, x, grad, out, *strides,
+            lines, length, frames, rows, columns, channels, **options,
         )  # fmt: skip
 
     fits = triton_launch.start_first_fitting(
-        "local_gradient", x, channels, (tile,), (depth,), start,
+        "local_gradient", x, channels, (tile,), tuple(options.values()), start,
         what=f"kernels of the gradient of a local convolution of {channels} channels",
     )  # fmt: skip
     return out if fits else None

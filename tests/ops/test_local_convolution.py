@@ -125,6 +125,36 @@ def test_any_memory_layout_gives_the_same(device, change):
     assert torch.equal(weight_gradient_op(change(x), change(grad), 3), weight_gradient_op(x, grad, 3))
 
 
+@pytest.mark.parametrize("spread", [lambda b: torch.stack((b, b), 1)[:, 0], lambda b: b[:1].expand(len(b))])
+def test_a_bias_of_any_memory_layout(device, spread):
+    x, weight, bias = inputs(device, learn=False)
+    for _ in range(2):  # the second time replayed
+        assert error(kernel(x, weight, spread(bias)), truth(x, weight, spread(bias))) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight": lambda w: w[:4]},
+        {"weight": lambda w: w.repeat(2, 1, 1, 1, 1)},
+        {"weight": lambda w: w.expand(-1, 6, -1, -1, -1)},
+        {"weight": lambda w: w[:, :, 0]},
+        {"bias": lambda b: b[:4]},
+        {"bias": lambda b: b[:1]},
+    ],
+)
+def test_a_weight_or_bias_for_other_channels_is_no_kernels(device, monkeypatch, change):
+    """A kernel would read what lies behind them in memory."""
+    given = dict(zip(("x", "weight", "bias"), inputs(device, learn=False), strict=True))
+    given["x"] = given["x"].movedim(-1, 1)
+    monkeypatch.setattr(module, "choose_backend", lambda *_: ("triton", "as on a GPU"))
+    assert module._takes(**given)
+    given |= {name: of(given[name]) for name, of in change.items()}
+    assert not module._takes(**given)
+    with pytest.raises((RuntimeError, ValueError)):
+        local_convolution(**given)
+
+
 def test_a_gradient_that_is_one_number_for_all(device):
     arguments = inputs(device)
     found = [torch.autograd.grad(out.sum(), arguments) for out in (kernel(*arguments), truth(*arguments))]
@@ -135,8 +165,11 @@ def test_a_gradient_that_is_one_number_for_all(device):
 def test_offsets_of_64_bits(device, monkeypatch):
     monkeypatch.setattr(local_kernels, "FAR", 0)
     arguments = inputs(device, learn=False)
+    x, weight, _ = arguments
     with triton_configs.override(replay=False):
         assert error(kernel(*arguments), truth(*arguments)) < 1e-6
+        found = weight_gradient_op(x, x.cos(), 3)
+    assert torch.equal(found, weight_gradient_op(x, x.cos(), 3)) and found.shape == weight.shape
 
 
 @pytest.mark.parametrize("programs", [1, 100])
