@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, SanaLinearAttnProcessor2_0
 from model_checks import relative
+from peft import LoraConfig, inject_adapter_in_model
 
 from mhla_diffusion.attention import (
     GATE_SHIFT,
@@ -68,6 +69,33 @@ def test_gate_and_local_convolution_start_neutral_and_weight_decay_keeps_them_so
     for parameter in full.to_gate.parameters():
         parameter.mul_(0.9)  # a step of weight decay alone
     assert relative(full(x, grid=(4, 6)), plain(x, grid=(4, 6))) < 1e-6
+
+
+@torch.no_grad()
+def test_a_local_convolution_that_is_told_to_wrap_around_does():
+    """Programs for pictures without seams set `padding_mode` in every convolution they find."""
+    convolution, image = mhla(local_conv=3).local_conv, torch.randn(2, CHANNELS, 4, 5)
+    convolution.weight.normal_()
+    convolution.padding_mode = "circular"
+    expected = F.conv2d(
+        F.pad(image, (1, 1, 1, 1), "circular"), convolution.weight, convolution.bias, groups=CHANNELS
+    )
+    assert torch.equal(convolution(image), expected)
+
+
+@pytest.mark.parametrize("rank", [CHANNELS, 2 * CHANNELS])
+@torch.no_grad()
+def test_an_adapter_fits_around_a_local_convolution(rank):
+    """PEFT builds its two factors of the class that it finds, here of ours: without bias, not one channel a group."""
+    model, image = mhla(local_conv=3), torch.randn(2, CHANNELS, 4, 5)
+    stock = torch.nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, groups=CHANNELS)
+    model.local_conv.load_state_dict(stock.state_dict())
+    settings = LoraConfig(r=rank, target_modules=["local_conv"])
+    with pytest.warns(UserWarning, match="groups > 1"):
+        inject_adapter_in_model(settings, model)
+    assert relative(model.local_conv(image), stock(image)) < 1e-6
+    model.local_conv.lora_B["default"].weight.normal_()
+    assert relative(model.local_conv(image), stock(image)) > 1e-3
 
 
 def test_every_new_weight_gets_a_gradient():
