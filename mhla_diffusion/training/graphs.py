@@ -73,18 +73,24 @@ class RecordedGradients:
     def _record(self, batches: Batches) -> _Recording:
         held = [tuple(None if x is None else x.clone() for x in batch) for batch in batches]
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        fault = None
         try:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
-                loss = self.compute(held)
+                try:
+                    loss = self.compute(held)
+                except Exception as error:
+                    fault = error  # the end of the recording then raises one that says no more than that it failed
+                    raise
         except Exception as error:
+            fault = error if fault is None else fault
             # An aborted capture leaves its own stream, and the random generator as if it still went on.
             torch.cuda.set_stream(here)
             generator = torch.cuda.default_generators[here.device_index]
             fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
             generator.graphsafe_set_state(fresh)
-            reason = " ".join(str(error).split())[:200]
+            reason = " ".join(str(fault).split())[:200]
             raise ValueError(
-                f"recipe: run.cuda_graph = true, and this step cannot be recorded ({type(error).__name__}: {reason}); "
+                f"recipe: run.cuda_graph = true, and this step cannot be recorded ({type(fault).__name__}: {reason}); "
                 "write run.compile = true, without which a text encoder waits for the device, or run.cuda_graph = false"
             ) from error
         gradients = [parameter.grad for parameter in self.parameters]
