@@ -113,7 +113,7 @@ def as_kind(kind: type[nn.Conv2d], conv: nn.Conv2d) -> nn.Conv2d:
     """The same convolution, on the same parameters, of another class."""
     own = kind(
         conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, groups=conv.groups,
-        bias=conv.bias is not None, device="meta",
+        bias=conv.bias is not None, padding_mode=conv.padding_mode, device="meta",
     )  # fmt: skip
     own.weight, own.bias = conv.weight, conv.bias
     return own.train(conv.training)
@@ -138,8 +138,12 @@ class GatedConvMixin:
 
     @property
     def plain(self) -> bool:
-        """Whether the depthwise convolution is ours: an adapter around it knows no gate."""
-        return isinstance(self.conv_depth, GatedDepthwiseConv2d) and isinstance(self.nonlinearity, nn.SiLU)
+        """Whether the depthwise convolution is ours, with zeros around: an adapter around it knows no gate."""
+        return (
+            isinstance(self.conv_depth, GatedDepthwiseConv2d)
+            and self.conv_depth.padding_mode == "zeros"
+            and isinstance(self.nonlinearity, nn.SiLU)
+        )
 
     def convolved(self, x: torch.Tensor) -> torch.Tensor:
         """`(B, C, rows, columns)` -> the same size: expansion, gated depthwise convolution, projection."""

@@ -58,6 +58,19 @@ def test_it_is_the_stock_module_on_the_same_tensors(kind, options):
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
+@CONVOLUTIONS
+@pytest.mark.parametrize("first", [True, False])
+@torch.no_grad()
+def test_convolutions_that_are_told_to_wrap_around_do_as_the_stock_ones(kind, first):
+    """Programs for pictures without seams set `padding_mode` in every convolution they find, before or after."""
+    stock, ours, x = pair(kind, {})
+    zeros = stock(x)
+    for part in (stock, ours):
+        part.conv_depth.padding_mode = "circular"
+    ours = KINDS[kind][1].of(stock) if first else ours
+    assert torch.equal(ours(x), stock(x)) and not torch.equal(stock(x), zeros)
+
+
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups")
 @CONVOLUTIONS
 @pytest.mark.parametrize("target", ["conv_inverted", "conv_depth", "conv_point"])
