@@ -104,7 +104,9 @@ def test_values_cut_out_of_a_fused_projection_are_not_copied(device, monkeypatch
     expected = kernel(x, weight, bias)
     wide = torch.full((*x.shape[:-1], 3 * x.shape[-1]), float("nan"), device=device)
     wide[..., 6:12] = x
-    monkeypatch.setattr(triton_launch, "contiguous", lambda x: pytest.fail("copied"))
+    monkeypatch.setattr(
+        triton_launch, "contiguous", lambda x: x if x.is_contiguous() else pytest.fail("copied")
+    )
     with triton_configs.override(replay=False):
         assert torch.equal(kernel(wide[..., 6:12], weight, bias), expected)
 
