@@ -151,9 +151,20 @@ def evaluate(args: argparse.Namespace, listed: dict[str, Prompt]) -> dict:
         "clips": rows(clips),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomically(out, lambda file: file.write(text.encode()))
+    write_atomically(out, lambda file: file.write(as_text(result).encode()))
     return result
+
+
+def as_text(result: dict) -> str:
+    """JSON, each clip in a line."""
+
+    def dumped(value: object, **options: int) -> str:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, **options)
+
+    head = dumped({name: value for name, value in result.items() if name != "clips"}, indent=1).removesuffix(
+        "\n}"
+    )
+    return f'{head},\n "clips": [\n  ' + ",\n  ".join(map(dumped, result["clips"])) + "\n ]\n}\n"
 
 
 def seeds_of(text: str) -> list[int]:
