@@ -401,7 +401,7 @@ def test_the_card_of_the_video_pipeline_says_what_was_measured_of_these_weights(
     assert table({"real clips of these prompts": real}).splitlines()[-1] in card
     shuffled = scores["heldout"]["motion_with_shuffled_prompts"]
     assert f"With shuffled prompts {100 * shuffled:.1f} % of the motions are right" in card
-    assert f"of `train`, {100 * scores['train']['motion']:.1f} % of the motions are right" in card
+    assert f"of split `train`, {100 * scores['train']['motion']:.1f} % of the motions are right" in card
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     motion, background = (f"{100 * scores['heldout'][name]:.1f} %" for name in ("motion", "background"))
     assert f"the motion that was asked for in {motion}, the background in {background}" in readme
