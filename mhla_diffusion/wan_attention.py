@@ -171,7 +171,8 @@ class WanSelfAttentionMixin:
         if self.local_conv is None or share is None:
             return super().local_of(value, grid)
         tokens, sheet = math.prod(grid), grid[1] * grid[2]
-        reach = reach_of(grid, self.local_conv.weight.shape[-1] // 2)  # an adapter around it has no kernel_size
+        # Not by `kernel_size`, which an adapter around the convolution lacks.
+        reach = reach_of(grid, self.local_conv.weight.shape[-1] // 2)
         wide, first = with_neighbours(value.flatten(2), share, tokens, reach)
         # Filled up to whole frames; no token of this process reaches into what is filled.
         before, behind = first % sheet, -(first + wide.shape[1]) % sheet
