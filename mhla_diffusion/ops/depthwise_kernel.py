@@ -17,9 +17,9 @@ from . import replay, triton_launch
 from .triton_configs import overridden
 from .triton_launch import ceil_div
 
-__all__ = ["gated_depthwise_kernel", "start_gated_depthwise"]
+__all__ = ["FAR", "Tile", "by_taps", "gated_depthwise_kernel", "start_gated_depthwise"]
 
-FAR = 2**31  # offsets within an image from here on take 64 bits
+FAR = 2**31  # offsets within an image or a video from here on take 64 bits
 
 
 class Tile(NamedTuple):
@@ -82,7 +82,7 @@ def gated_depthwise_kernel(
     )
 
 
-def _by_taps(weight: torch.Tensor) -> torch.Tensor:
+def by_taps(weight: torch.Tensor) -> torch.Tensor:
     return weight.flatten(1).t().contiguous()
 
 
@@ -95,7 +95,8 @@ def start_gated_depthwise(
     """
     x = triton_launch.contiguous(x)
     # Channels side by side, as they are in x. Not kept: weights change unnoticed.
-    taps = replay.computed(_by_taps, weight)
+    taps = replay.computed(by_taps, weight)
+    bias = None if bias is None else triton_launch.contiguous(bias)
     batch, rows, columns, width = x.shape
     out = replay.empty((batch, rows, columns, width // 2), x.dtype, x.device)
     options = {"BIAS": bias is not None, "WIDE": rows * columns * width >= FAR}

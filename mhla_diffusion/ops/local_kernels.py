@@ -6,37 +6,23 @@ each tap, side by side in memory, and sums stay in float32.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from . import replay, triton_launch
+from .depthwise_kernel import FAR, Tile, by_taps
 from .triton_configs import overridden
 from .triton_launch import ceil_div
 
 __all__ = ["local_kernel", "start_local", "start_weight_gradient", "weight_gradient_kernel"]
 
-FAR = 2**31  # offsets within a video, or within a row of its tokens, from here on take 64 bits
-PROGRAMS = (
-    4096  # of a weight's gradient, at most about so many: each writes sums that are added up afterwards
-)
-
-
-class Tile(NamedTuple):
-    """ROWS x COLUMNS tokens and BC channels of a program. A weight's gradient goes along rows: it has ROWS = 1."""
-
-    ROWS: int
-    COLUMNS: int
-    BC: int
-    num_warps: int
-    num_stages: int = 1
-
+# Of a weight's gradient, at most about so many: each writes sums that are added up afterwards.
+PROGRAMS = 4096
 
 # By the number of taps over frames, the fastest of thirteen on an H200: pictures, videos.
 TILES = {1: Tile(2, 16, 128, 4), 3: Tile(8, 8, 64, 4)}
-GRADIENT_TILE = Tile(1, 8, 64, 2)  # of nine
+GRADIENT_TILE = Tile(1, 8, 64, 2)  # of nine; it goes along a row, so ROWS is 1
 
 
 @triton.jit
@@ -57,9 +43,8 @@ def local_kernel(
     known = channel < channels
     x_ptr += video * video_stride
     total = tl.zeros((ROWS * COLUMNS, BC), dtype=tl.float32)
-    for plane in range(
-        DEPTH * 3
-    ):  # not unrolled: the assembler would load everything before it adds anything
+    # Not unrolled: the assembler would load everything before it adds anything.
+    for plane in range(DEPTH * 3):
         depth = frame + plane // 3 - DEPTH // 2
         if (depth >= 0) & (depth < frames):
             y = row + plane % 3 - 1
@@ -143,10 +128,6 @@ def weight_gradient_kernel(
     tl.store(out_ptr + 2 * channels, tl.sum(right, 0), mask=known)
 
 
-def _by_taps(weight: torch.Tensor) -> torch.Tensor:
-    return weight.flatten(1).t().contiguous()
-
-
 def _evenly_spaced(x: torch.Tensor) -> torch.Tensor:
     """x `(B, frames, rows, columns, C)` where one stride leads from token to token and channels lie side by side."""
     _, frames, rows, columns, _ = x.shape
@@ -173,7 +154,7 @@ def start_local(
     """
     x = _evenly_spaced(x)
     # Channels side by side, as they are in x. Not kept: weights change unnoticed.
-    taps = replay.computed(_by_taps, weight)
+    taps = replay.computed(by_taps, weight)
     bias = None if bias is None else triton_launch.contiguous(bias)
     batch, frames, rows, columns, channels = x.shape
     stride = _token_stride(x)

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 __all__ = ["RecordedGradients"]
 
 Batches = Sequence[tuple[Tensor | None, ...]]
-BEFORE = (
-    3  # steps of a shape that are taken as they are: what a first call compiles or chooses is in no graph
-)
+# Steps of a shape that are taken as they are: what a first call compiles or chooses is in no graph.
+BEFORE = 3
 
 
 class _Recording(NamedTuple):

@@ -55,6 +55,7 @@ def test_any_memory_layout_gives_the_same(device):
     expected = kernel(x, weight, bias)
     wide = torch.zeros(2, 12, 6, 8, device=device)
     wide[:, 1:11, :, :7] = x
+    assert torch.equal(kernel(x, weight, bias.repeat_interleave(2)[::2]), expected)
     for other in (x.contiguous(), wide[:, 1:11, :, :7]):
         assert torch.equal(kernel(other, weight.to(memory_format=torch.channels_last), bias), expected)
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from no_host_read import no_waiting_for_the_gpu
 
 from mhla_diffusion.blocks import block_table
 from mhla_diffusion.ops import derived, mhla_attention, triton_configs
@@ -253,11 +254,8 @@ def test_a_cuda_graph_replays_the_same(make_call, form):
 def test_a_call_never_waits_for_the_device(make_call):
     call = make_call((32, 32), (4, 4), 64, dtype=torch.bfloat16, rope=True, normalizer="none")
     call.run("triton")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting_for_the_gpu():
         call.run("triton")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_an_output_norm_beside_the_spare_channel(inputs):

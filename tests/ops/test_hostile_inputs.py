@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from no_host_read import no_waiting_for_the_gpu
 
 from mhla_diffusion.blocks import block_table
 from mhla_diffusion.ops import mhla_attention
@@ -244,11 +245,8 @@ def test_no_path_waits_for_the_device(make_call, options):
         return out if fused else torch.autograd.grad(out, leaves, call.grad)
 
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting_for_the_gpu():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -1,6 +1,20 @@
 """Finds operations that make the host wait for the device."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@contextmanager
+def no_waiting_for_the_gpu() -> Iterator[None]:
+    """Fails on whatever CUDA's own debug mode takes for a synchronisation."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 class NoHostRead(TorchDispatchMode):

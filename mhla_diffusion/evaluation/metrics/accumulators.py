@@ -7,6 +7,7 @@ each must see other pictures: PyTorch's DistributedSampler repeats some to fill 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,9 +31,9 @@ class GatheredRows(Metric):
     Otherwise torchmetrics skips the list of a process without any picture, and the others wait for it or break off.
     """
 
+    @abstractmethod
     def rows(self, name: str) -> Tensor:
         """No rows, in the shape and type of the parts of the list `name`."""
-        raise NotImplementedError
 
     def sync(self, *args: Any, **kwargs: Any) -> None:
         for name in self.metric_state:
