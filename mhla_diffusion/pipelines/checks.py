@@ -34,6 +34,7 @@ __all__ = [
     "check_positions",
     "check_prompts",
     "check_tensor_inputs",
+    "check_text_encoder",
     "check_texts",
     "forget_broken_off",
     "number_of_prompts",
@@ -231,6 +232,19 @@ def check_prompts(prompt, negative_prompt, prompt_embeds, negative_prompt_embeds
         )
     if negative_prompt_embeds is not None:
         raise ValueError("give either negative_prompt or negative_prompt_embeds, not both")
+
+
+def check_text_encoder(text_encoder, prompt, guided: bool, negative_prompt_embeds) -> None:
+    """Raise ValueError when a text has to be encoded and the pipeline was loaded without what does it."""
+    if text_encoder is not None:
+        return
+    if prompt is not None:
+        raise ValueError("prompt: this pipeline has no text encoder, give prompt_embeds in its place")
+    if guided and negative_prompt_embeds is None:
+        raise ValueError(
+            "guidance needs negative_prompt_embeds, for this pipeline has no text encoder: give them, or "
+            "guidance_scale=1.0"
+        )
 
 
 def wanted_tensors(callback: Callable | None, names: list[str] | None) -> list[str]:

@@ -30,6 +30,7 @@ from .checks import (
     check_number,
     check_prompts,
     check_tensor_inputs,
+    check_text_encoder,
     check_texts,
     forget_broken_off,
     number_of_prompts,
@@ -205,6 +206,7 @@ class MHLASanaPipeline(CheckedLoading, SanaPipeline):
             negative_prompt_attention_mask,
         )
         guided = guidance_scale > 1
+        check_text_encoder(self.text_encoder, prompt, guided, negative_prompt_embeds)
         if (
             guided
             and prompt_embeds is not None

@@ -23,6 +23,7 @@ from .checks import (
     check_positions,
     check_prompts,
     check_tensor_inputs,
+    check_text_encoder,
     forget_broken_off,
     number_of_prompts,
     round_size,
@@ -207,11 +208,7 @@ class MHLAWanPipeline(CheckedLoading, WanPipeline):
             callback_on_step_end_tensor_inputs,
             guidance_scale_2,
         )
-        if guidance_scale > 1 and negative_prompt_embeds is None and self.text_encoder is None:
-            raise ValueError(
-                "guidance needs negative_prompt_embeds, for this pipeline has no text encoder: give them, or "
-                "guidance_scale=1.0"
-            )
+        check_text_encoder(self.text_encoder, prompt, guidance_scale > 1, negative_prompt_embeds)
         videos = number_of_prompts(prompt, prompt_embeds) * num_videos_per_prompt
         check_generators(generator, videos, "video")
         shape = self.latent_shape(videos, frames, height, width)

@@ -146,6 +146,22 @@ def test_embeddings_in_place_of_prompts(pipe):
     assert torch.equal(draw(pipe, None, **given), expected)
 
 
+def test_a_pipeline_without_a_text_encoder_draws_from_embeddings(pipe):
+    embeds, mask, negative, negative_mask = pipe.encode_prompt("a whale", max_sequence_length=8)
+    given = {"prompt_embeds": embeds, "prompt_attention_mask": mask}
+    both = given | {"negative_prompt_embeds": negative, "negative_prompt_attention_mask": negative_mask}
+    bare = MHLASanaPipeline(**pipe.components | {"text_encoder": None, "tokenizer": None}, **DEFAULTS)
+    bare.set_progress_bar_config(disable=True)
+    assert torch.equal(draw(bare, None, **both), draw(pipe, "a whale"))
+    with pytest.raises(ValueError, match="give them, or guidance_scale=1.0"):
+        draw(bare, None, **given)
+    assert torch.equal(
+        draw(bare, None, **given, guidance_scale=1.0), draw(pipe, "a whale", guidance_scale=1.0)
+    )
+    with pytest.raises(ValueError, match="no text encoder, give prompt_embeds"):
+        draw(bare, "a whale", guidance_scale=1.0)
+
+
 def test_every_output_type(pipe):
     image = draw(pipe, output_type="pil")[0]
     array = draw(pipe, output_type="np")

@@ -339,4 +339,6 @@ def test_guidance_without_a_text_encoder_needs_negative_embeddings(pipe):
     bare = pipeline(pipe.transformer, {"text_encoder": None, "tokenizer": None})
     with pytest.raises(ValueError, match="give them, or guidance_scale=1.0"):
         make(bare, None, prompt_embeds=captions(), guidance_scale=5.0)
+    with pytest.raises(ValueError, match="no text encoder, give prompt_embeds"):
+        make(bare, "a", guidance_scale=1.0)
     assert make(bare, None, prompt_embeds=captions(), guidance_scale=1.0).isfinite().all()
