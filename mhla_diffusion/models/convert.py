@@ -236,12 +236,15 @@ def rebuild(
 
 
 def copy_buffers(source: nn.Module, target: nn.Module) -> None:
-    """Let `target` use the buffers of `source`, also those that no state dict holds (position tables)."""
+    """Let `target` use the buffers of `source`, also those that no state dict holds (position tables).
+
+    Each is a new tensor on the same memory, as weights are: offloading gives a tensor other memory in place.
+    """
     theirs: dict[str, torch.Tensor] = dict(source.named_buffers())
     for name, _ in list(target.named_buffers()):
         owner, _, attribute = name.rpartition(".")
         owner = target.get_submodule(owner)
         if name in theirs:
-            owner._buffers[attribute] = theirs[name]
+            owner._buffers[attribute] = theirs[name].detach()
         else:
             owner._buffers[attribute] = owner._buffers[attribute].to(source.device)

@@ -210,6 +210,12 @@ def test_conversion_shares_every_tensor_and_is_undone_bit_for_bit(family, layers
     assert type(converted) is family.ours
     theirs = {name: x.data_ptr() for name, x in stock.state_dict().items()}
     assert theirs.items() <= {name: x.data_ptr() for name, x in converted.state_dict().items()}.items()
+    buffers = dict(converted.named_buffers())
+    for name, table in stock.named_buffers():
+        assert buffers[name].data_ptr() == table.data_ptr()
+        buffers[name].data = torch.zeros(0)  # as offloading to the disk does it: of this model alone
+        assert table.numel() > 0
+        buffers[name].data = table
     kinds = [isinstance(family.layer(converted, i).attn1, GridSelfAttention) for i in range(3)]
     assert kinds == [i in chosen for i in range(3)]
     if family in (DIT, WAN):  # a softmax became linear: it has to be trained again
