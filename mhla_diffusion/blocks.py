@@ -22,6 +22,7 @@ __all__ = [
     "check_block_table",
     "effective_block_grid",
     "integer",
+    "positive_ints",
 ]
 
 
@@ -48,7 +49,8 @@ def integer(value) -> int | None:
         return None
 
 
-def _positive_ints(name: str, values: Sequence[int]) -> tuple[int, ...]:
+def positive_ints(name: str, values: Sequence[int]) -> tuple[int, ...]:
+    """One positive integer for each axis, of any kind of integer. Raises ValueError, which calls them `name`."""
     sequence = (values,) if isinstance(values, int) else tuple(values)
     if not all(
         [isinstance(v, int) for v in sequence]
@@ -65,7 +67,7 @@ def effective_block_grid(grid: Sequence[int], block_grid: Sequence[int]) -> tupl
     An axis with fewer tokens than blocks (one frame, a tiny picture) gets one block per token.
     Raises ValueError when an entry is not a positive integer or the numbers of axes differ.
     """
-    grid, block_grid = _positive_ints("grid", grid), _positive_ints("block_grid", block_grid)
+    grid, block_grid = positive_ints("grid", grid), positive_ints("block_grid", block_grid)
     if len(grid) != len(block_grid):
         raise ValueError(
             f"grid {grid} has {len(grid)} axes but block_grid {block_grid} has {len(block_grid)}: "
@@ -88,7 +90,7 @@ def block_table(grid: Sequence[int], block_grid: Sequence[int], device=None) -> 
         int64 tensor `(M, n_max)`, M = number of blocks, n_max = tokens of the largest block: raster token ids in raster
         order inside the block, then -1 as padding. Tables are cached and shared, so they must not be written to.
     """
-    grid = _positive_ints("grid", grid)
+    grid = positive_ints("grid", grid)
     blocks = effective_block_grid(grid, block_grid)
     device = torch.device("cpu" if device is None else device)
     if torch.compiler.is_compiling():  # sizes may be symbolic there: one graph builds the table of any grid
@@ -151,7 +153,7 @@ def check_block_table(table: torch.Tensor, num_tokens: int) -> None:
 
 def block_centres(block_grid: Sequence[int]) -> torch.Tensor:
     """Float64 `(M, ndim)` centres of the blocks in index coordinates, unit spacing on every axis, on the CPU."""
-    block_grid = _positive_ints("block_grid", block_grid)
+    block_grid = positive_ints("block_grid", block_grid)
     # Whatever torch's default device is: some accelerators have no float64.
     axes = [torch.arange(count, dtype=torch.float64, device="cpu") for count in block_grid]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, len(block_grid))

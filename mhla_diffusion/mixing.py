@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .blocks import block_distances
+from .blocks import block_distances, positive_ints
 
 __all__ = [
     "BlockMixing",
@@ -132,10 +132,10 @@ def interpolate_mixing(
     Args:
         matrix: `(M, M)` or `(H, M, M)`, M = product of `from_block_grid`.
 
-    Raises ValueError when the shapes do not fit.
+    Raises ValueError when a grid is none or the shapes do not fit.
     """
-    source = tuple([operator.index(count) for count in from_block_grid])
-    target = tuple([operator.index(count) for count in to_block_grid])
+    source = tuple([operator.index(count) for count in positive_ints("from_block_grid", from_block_grid)])
+    target = tuple([operator.index(count) for count in positive_ints("to_block_grid", to_block_grid)])
     blocks = math.prod(source)
     if len(source) != len(target):
         raise ValueError(
@@ -186,7 +186,7 @@ class BlockMixing(nn.Module):
         learnable: bool = True,
     ):
         super().__init__()
-        self.block_grid = tuple(int(count) for count in block_grid)
+        self.block_grid = positive_ints("block_grid", block_grid)
         self.num_heads = num_heads
         self.init = init
         self.normalization = normalization

@@ -88,6 +88,12 @@ def test_closer_blocks_never_weigh_less(init):
         (lambda: BlockMixing((2,), normalization="rows"), "choose one of row, column"),
         (lambda: interpolate_mixing(torch.eye(4), (2, 2), (2,)), "number of axes"),
         (lambda: interpolate_mixing(torch.eye(4), (5,), (2,)), r"expected \(5, 5\)"),
+        (
+            lambda: interpolate_mixing(torch.eye(4), (2, 2), (0, 2)),
+            r"to_block_grid=\(0, 2\): give one positive",
+        ),
+        (lambda: interpolate_mixing(torch.eye(4), (2, 2), (2.5, 2)), r"to_block_grid=\(2.5, 2\)"),
+        (lambda: BlockMixing((2.5, 2)), r"block_grid=\(2.5, 2\): give one positive integer for each axis"),
     ],
 )
 def test_wrong_input_is_refused_in_one_line(call, message):
