@@ -39,6 +39,38 @@ def test_the_scores_of_the_shipped_pipeline_are_those_of_the_file():
         assert re.search(rf"\| {words} \| [\d.]+ \| {said('scenes', metric, 2)} \|", guide)
 
 
+def test_the_scores_and_ranks_of_the_twins_are_those_of_the_files():
+    found = json.loads((RESULTS / "twins_emoji_scores.json").read_text())
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    card = (ROOT / "pipelines" / "sana-mhla-emoji" / "README.md").read_text(encoding="utf-8")
+    floors = (found["floors"][scorer]["value"] for scorer in ("fid_adm", "fd_efficientnet"))
+    assert "halves of the training drawings FID is {:.1f}, Fréchet distance {:.1f}".format(*floors) in readme
+    for kind, name in (("softmax", "softmax"), ("linear", "plain linear"), ("mhla", "MHLA")):
+        summary = found["pipelines"][f"{kind}-0"]["summary"]
+
+        def said(split: str, metric: str, places: int, summary=summary) -> str:
+            row = summary[split][metric]
+            assert row["seeds"] == 3
+            return f"{row['mean']:.{places}f} ± {row['std']:.{places}f}"
+
+        fid = [said(split, "fid_adm.fd", 2) for split in ("train", "heldout")]
+        known = [said(split, "r_at_5", 3) for split in ("train", "heldout")]
+        drawn = [name, fid[0], said("train", "fd_efficientnet.fd", 1), fid[1], *known]
+        assert f"| {' | '.join(drawn)} |" in readme
+        among = ", ".join(f"{summary[split]['r_at_5']['mean']:.3f}" for split in ("train", "heldout"))
+        assert f"| {name} | {fid[0]} | {fid[1]} | {among} |" in card
+
+    ranks = json.loads((RESULTS / "attention" / "attention.json").read_text())["pipelines"]
+    guide = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
+    for pipeline, kind in [(name, entry["kind"]) for name, each in ranks.items() for entry in each["kinds"]]:
+        (row,) = (entry for entry in ranks[pipeline]["kinds"] if entry["kind"] == kind)
+        cells = [
+            f"{row[figure]['mean']:.{places}f} ± {row[figure]['std']:.{places}f}"
+            for figure, places in (("rank", 1), ("effective_rank", 1), ("entropy", 2))
+        ]
+        assert f"| {row['rank_bound']} | {' | '.join(cells)} |" in guide
+
+
 def test_the_card_of_the_video_pipeline_says_what_was_measured_of_these_weights():
     found = json.loads((RESULTS / "moving_emoji.json").read_text(encoding="utf-8"))
     folder = ROOT / "pipelines" / "wan-mhla-emoji"
