@@ -17,6 +17,7 @@ from types import ModuleType
 import diffusers
 import torch
 
+from ..pipelines.painter import choose_device
 from . import image_rows, wan_rows
 from .model_steps import How, released, step_milliseconds
 from .profile_model import profile_step
@@ -95,12 +96,12 @@ def run(
         profile: in place of times, say where an eager forward pass spends its time (see `profile_step`).
         seconds: how long a variant is measured.
 
-    Raises ValueError when no row is meant, when `out` holds rows of another device, version or setting, or when
-    compile_mode and graph exclude each other.
+    Raises ValueError when the device is not there, when no row is meant, when `out` holds rows of another device,
+    version or setting, or when compile_mode and graph exclude each other.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    where = torch.device(device)
+    where = choose_device(device)
+    if not seconds > 0:
+        raise ValueError(f"seconds={seconds}: give more than 0")
     dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
     how = How(where, dtype, compile_mode, fuse_qkv, seconds, time.monotonic() + 60 * minutes, graph)
     cases, family = chosen(rows, model), MODELS[kind_of(rows, model)]

@@ -20,6 +20,7 @@ import diffusers
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
 
+from ..pipelines.painter import choose_device
 from ..pipelines.wan import MHLAWanPipeline
 from .model_steps import How, released, wait
 from .timing import about, earlier_result
@@ -264,8 +265,8 @@ def run(
         minutes: no row begins after this time.
         device: "auto", "cuda", "cuda:N", or "cpu", which tries the program on tiny models.
 
-    Raises ValueError for a row that does not exist, too few steps, or a file with rows of another device, version or
-    setting.
+    Raises ValueError for a row or device that does not exist, too few steps, or a file with rows of another device,
+    version or setting.
     """
     names = [row.name for row in ROWS]
     for name in rows:
@@ -273,9 +274,7 @@ def run(
             raise ValueError(f"no row {name!r}: they are {'; '.join(names)}")
     if not 3 <= steps <= STEPS:
         raise ValueError(f"steps={steps}: give 3 to {STEPS}, the median step counts for those not measured")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    where = torch.device(device)
+    where = choose_device(device)
     how = How(where, torch.float32 if where.type == "cpu" else torch.bfloat16)
     end = time.monotonic() + 60 * minutes
     result = {**about(where), "settings": settings_of(size, steps, guidance, eager, how)}

@@ -157,5 +157,10 @@ def test_the_command(tmp_path, capsys):
     assert len(json.loads(out.read_text())["rows"]) == 1 and str(out) in capsys.readouterr().out
     assert main(["bench", "model", "--rows", "flux", "--out", str(out)]) == 2
     assert "no row's name holds 'flux'" in capsys.readouterr().err
+    for part in ("model", "pipeline"):
+        assert main(["bench", part, "--device", "cuda:99", "--out", str(out)]) == 2
+        assert "device cuda:99 is not there" in capsys.readouterr().err
+    assert main(["bench", "model", *options, "--seconds", "-1"]) == 2
+    assert "seconds=-1.0: give more than 0" in capsys.readouterr().err
     assert main(["bench", "model", "--list"]) == 0
     assert "dit-XL/2-512/train/compiled" in capsys.readouterr().out
