@@ -19,7 +19,8 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from mhla_diffusion.evaluation.image_scores import environment, gather
+from mhla_diffusion.evaluation.gathering import gather
+from mhla_diffusion.evaluation.image_scores import environment
 from mhla_diffusion.evaluation.networks.extractors import of_inception
 from mhla_diffusion.evaluation.networks.inception import FIDInception
 from mhla_diffusion.evaluation.picture_sets import open_pictures

@@ -125,8 +125,10 @@ def run_protocol(args: argparse.Namespace) -> int:
             f"--out {args.out} is a folder: give a file, for example {Path(args.out) / 'eval.json'}"
         )
     check_writable(Path(args.out).parent, "--out")
-    if args.results or args.plan:
-        raise ValueError(f"protocol {args.protocol} reads no --results and no --plan: leave them out")
+    if args.results or args.plan or args.fresh:
+        raise ValueError(
+            f"protocol {args.protocol} reads no --results and no --plan and keeps nothing: leave them, and --fresh, out"
+        )
     if args.protocol in TEXT_IMAGE_PROTOCOLS:
         return run_with_prompts(args)
     protocol = find_protocol(args.protocol, (*TEXT_IMAGE_PROTOCOLS, *known))
@@ -224,7 +226,8 @@ def run_stats(args: argparse.Namespace) -> int:
     check_weights(protocol, metrics, dict(args.weights), False)
 
     from .decoding import decoding_processes
-    from .image_scores import build_extractor, environment, gather
+    from .gathering import gather
+    from .image_scores import build_extractor, environment
     from .reference_statistics import write_statistics
 
     pictures = opened(args, args.pictures, args.split)

@@ -1,12 +1,11 @@
-"""Compares a set of pictures with a reference: one pass through the network for each, every metric from it."""
+"""Compares a set of pictures with a reference: one pass through a network for each, every metric from it."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,15 +14,16 @@ from torch import Tensor
 from ..pipelines.pictures import write_atomically
 from ..provenance import DISTRIBUTIONS, versions
 from .faults import InsufficientSamples, ReferenceMismatch
+from .gathering import Gathered, look_at
 from .image_protocols import METRICS, ImageProtocol, check_roles, with_weights
 from .metrics.frechet import unclamped_distance
 from .metrics.inception_score import inception_score
 from .metrics.kernel import clip_discrepancy, kernel_distance
-from .metrics.moments import Moments, empty_state, merge_two, moments_of_state, state_of
+from .metrics.moments import moments_of_state, state_of
 from .metrics.neighbours import check_counts, nearest, precision_recall, squared_radii
 from .networks import extractors
 from .networks.extractors import Extractor
-from .networks.preparation import BLACK
+from .passes import Scoring, by_itself
 from .picture_sets import PictureSet
 from .reference_statistics import Statistics, check_reference
 from .two_sets import compare_read, compare_sets
@@ -58,59 +58,6 @@ def build_extractor(
     if protocol.features == "random":
         return extractors.random_network(device=device)
     return extractors.transformers_vision(protocol.features, weights.get(protocol.features), device=device)
-
-
-class Gathered:
-    """What one pass over a set leaves: moments of some taps, and the features themselves of others."""
-
-    def __init__(self, extractor: Extractor, moments: set[str], features: set[str]):
-        self.states = {tap: empty_state(extractor.taps[tap]).to(extractor.device) for tap in moments}
-        self.parts: dict[str, list[Tensor]] = {tap: [] for tap in features}  # on the CPU
-        self.device = extractor.device
-        self.count = 0
-
-    def add(self, found: dict[str, Tensor]) -> None:
-        self.count += len(next(iter(found.values())))
-        for tap, state in self.states.items():
-            self.states[tap] = merge_two(state, state_of(found[tap]))
-        for tap, parts in self.parts.items():
-            parts.append(found[tap].cpu())
-
-    def moments(self, tap: str, what: str) -> Moments:
-        return moments_of_state(self.states[tap].cpu(), what)
-
-    def features(self, tap: str) -> Tensor:
-        """`(N, width)` on the network's device, which computes tables of distances much faster."""
-        if len(self.parts[tap]) > 1:
-            self.parts[tap] = [torch.cat(self.parts[tap])]
-        return self.parts[tap][0].to(self.device)
-
-
-def gather(
-    pictures: PictureSet,
-    extractor: Extractor,
-    *,
-    moments: set[str],
-    features: set[str] = frozenset(),
-    batch_size: int = 50,
-    workers: int = 0,
-    progress: Callable[[int], object] = lambda count: None,
-) -> Gathered:
-    """One pass. `progress(n)` is called with the number of pictures of each batch.
-
-    Raises InsufficientSamples for fewer than two pictures, ValueError for what `PictureSet.batches` refuses.
-    """
-    if len(pictures) < 2:
-        raise InsufficientSamples(
-            f"{pictures.source} has {len(pictures)} picture: give at least 2 images per side"
-        )
-    gathered = Gathered(extractor, set(moments), set(features))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", BLACK)  # of a batch; the set's `doubts` say it of all
-        for batch in pictures.batches(batch_size, workers=workers):
-            gathered.add(extractor(batch))
-            progress(len(batch))
-    return gathered
 
 
 def needs(metrics: tuple[str, ...]) -> tuple[set[str], set[str]]:
@@ -161,27 +108,27 @@ def check_metrics(
     return chosen, [f"{metric} is left out: it needs {need}" for metric, need in lost.items()]
 
 
-def score(
+def scoring(
     samples: PictureSet,
     reference: PictureSet | Statistics,
     protocol: ImageProtocol,
     *,
     reference_pictures: PictureSet | None = None,
+    gathered: Gathered | None = None,
     metrics: tuple[str, ...] | None = None,
     weights: Mapping[str, str] | None = None,
     extractor: Extractor | None = None,
     device: str = "auto",
     batch_size: int = 50,
-    workers: int = 0,
     seed: int = 0,
     floor: bool = False,
     skip_missing: bool = False,
-    progress: Callable[[int], object] = lambda count: None,
-) -> dict:
-    """Result of a comparison, ready for JSON.
+) -> Scoring:
+    """A comparison; its result is ready for JSON. `score` runs it alone.
 
     Args:
         reference_pictures: beside statistics, for metrics that need pictures, as ADM's files hold 10,000 of them.
+        gathered: what a pass of the same network over the reference's pictures found before; they are not read again.
         metrics: some of the protocol's (default: all that the reference allows).
         weights: role -> path. extractor: a network in hand, in place of the protocol's.
         seed: of KID's subsets.
@@ -204,7 +151,7 @@ def score(
         and {"precision", "recall"} & set(chosen)
         and min(len(pictures), len(samples)) > 1
     ):
-        # Now, and not after a pass over the larger set; a single picture is too few for any metric, as `gather` says.
+        # Now, and not after a pass over the larger set; a single picture is too few for any metric, as `look_at` says.
         check_counts(len(pictures), len(samples))
     if floor and len(pictures) < 4:
         raise InsufficientSamples(
@@ -220,14 +167,14 @@ def score(
             statistics, extractor.about, {tap: extractor.taps[tap] for tap in sorted(moments)}
         )
     started = time.perf_counter()
-    how = {"batch_size": batch_size, "workers": workers, "progress": progress}
-    ours = gather(samples, extractor, moments=moments, features=kept, **how)
+    looks = [look_at(samples, extractor, moments, kept, batch_size)]
     wanted = kept - {"logits"} | (
         moments if floor else set()
     )  # the floor compares halves, so it needs the features
-    theirs = None
-    if pictures is not None and (wanted or not statistics):
-        theirs = gather(pictures, extractor, moments=set() if statistics else moments, features=wanted, **how)
+    if gathered is None and pictures is not None and (wanted or not statistics):
+        looks.append(look_at(pictures, extractor, set() if statistics else moments, wanted, batch_size))
+    yield looks
+    ours, theirs = looks[0].rows, looks[1].rows if len(looks) > 1 else gathered
     notes += samples.doubts() + (pictures.doubts() if theirs else [])
     # Of statistics of ours it is known which pictures they were made of.
     compared_with = pictures.about() if theirs else (statistics.about or {}).get("pictures", {})
@@ -260,6 +207,9 @@ def score(
         result["floor"] = floor_of(theirs, moments)
     result["timings"]["metrics_seconds"] = round(time.perf_counter() - compared, 3)
     return result
+
+
+score = by_itself(scoring)
 
 
 def values_of(

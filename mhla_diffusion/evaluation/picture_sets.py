@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,6 +59,7 @@ class PictureSet(ABC):
         self.total = count  # what is there, of which a limit takes the first `count`
         self.sizes: Counter[tuple[int, int]] = Counter()  # (height, width), of the last pass
         self.modes: Counter[str] = Counter()
+        self.decoded: Counter[str] = Counter()  # codecs, as far as they were read
         self.notes: Counter[str] = Counter()  # what pixels do not show
         self.brightest = 0  # value of all that were read
         self._listing: str | None = None
@@ -88,22 +90,28 @@ class PictureSet(ABC):
         """(indices, uint8 pictures (3, H, W) or what is wrong with them, (mode, codec, notes)) of each batch."""
 
     def batches(
-        self, batch_size: int = 50, *, start: int = 0, step: int = 1, workers: int = 0
+        self,
+        batch_size: int = 50,
+        *,
+        start: int = 0,
+        step: int = 1,
+        workers: int = 0,
+        going_on: bool = False,
     ) -> Iterator[Tensor]:
         """uint8 `(n, 3, H, W)`, at most `batch_size` pictures of one size each, in order.
 
         Args:
             start, step: which pictures; process r of R takes start=r, step=R, so that none is read twice.
             workers: processes that decode.
+            going_on: this is the rest of a pass, whose beginning `recall` has brought to mind.
 
         Raises ValueError for an unreadable picture, several sizes, or transparency without a background; it names one.
         """
-        self.sizes.clear()
-        self.modes.clear()
-        self.notes.clear()
-        codecs: Counter[str] = Counter()
-        self.brightest = 0
-        for part in self.read(start, self.count, step, batch_size, workers):
+        if not going_on:
+            for counter in (self.sizes, self.modes, self.notes, self.decoded):
+                counter.clear()
+            self.brightest = 0
+        for part in self.read(start, self.count, step, batch_size, workers) if start < self.count else ():
             kept: list[Tensor] = []
             for index, picture, (mode, codec, notes) in zip(*part, strict=True):
                 if isinstance(picture, str):
@@ -117,7 +125,7 @@ class PictureSet(ABC):
                     )
                 self.sizes[size] += 1
                 self.modes[mode] += 1
-                codecs[codec] += 1
+                self.decoded[codec] += 1
                 self.notes.update(notes)
                 self.brightest = max(self.brightest, int(picture.max()))
                 if kept and kept[0].shape != picture.shape:
@@ -126,7 +134,22 @@ class PictureSet(ABC):
                 kept.append(picture)
             if kept:
                 yield torch.stack(kept)
-        self.codecs = dict(codecs)
+        self.codecs = dict(self.decoded)
+
+    def reading(self) -> str:
+        """Which pictures are read and how, in words: sets of one reading give the same batches."""
+        return f"{self.count} of {self.source}, mixed_sizes={self.mixed_sizes}, background={self.background}"
+
+    def seen(self) -> dict[str, Any]:
+        """What a pass has noticed so far, in plain values, for `recall`."""
+        counters = {name: dict(getattr(self, name)) for name in ("sizes", "modes", "notes", "decoded")}
+        return {**counters, "brightest": self.brightest}
+
+    def recall(self, seen: dict[str, Any]) -> None:
+        """Take up what an earlier pass noticed before it broke off."""
+        for name in ("sizes", "modes", "notes", "decoded"):
+            setattr(self, name, Counter(seen[name]))
+        self.brightest = seen["brightest"]
 
     def doubts(self) -> list[str]:
         """Warnings about values that cannot be right, and about what was not read, after a pass."""

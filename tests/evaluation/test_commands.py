@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 
 from mhla_diffusion.cli import main
 from mhla_diffusion.evaluation.faults import InsufficientSamples
+from mhla_diffusion.evaluation.gathering import gather
 from mhla_diffusion.evaluation.image_protocols import PROTOCOLS
-from mhla_diffusion.evaluation.image_scores import as_lines, gather, score
+from mhla_diffusion.evaluation.image_scores import as_lines, score
 from mhla_diffusion.evaluation.networks.extractors import efficientnet, random_network
 from mhla_diffusion.evaluation.networks.inception import FIDInception
 from mhla_diffusion.evaluation.networks.weight_files import find_weights

@@ -6,15 +6,16 @@ import datetime
 import functools
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from ...provenance import DISTRIBUTIONS, versions
 from ..concepts import chance
-from ..faults import InsufficientSamples
 from ..geneval.judge import overall, task_scores
 from ..image_scores import SCHEMA
+from ..passes import Look, Rows, Scoring, by_itself
 from ..picture_sets import PictureSet
 from ..text_image.prompts import Prompts
 from .naming import NEAREST, Namer, object_crops, whole_crop
@@ -22,15 +23,9 @@ from .reading import background_of, objects_of, union
 from .scenes import TASKS, Scene, SceneVerdict, judge_scene, name_objects
 
 
-def score_retrieval(
-    samples: PictureSet,
-    prompts: Prompts,
-    namer: Namer,
-    *,
-    batch_size: int = 50,
-    workers: int = 0,
-    progress: Callable[[int], object] = lambda count: None,
-) -> dict:
+def retrieval_scoring(
+    samples: PictureSet, prompts: Prompts, namer: Namer, *, batch_size: int = 50
+) -> Scoring:
     """How often a picture's own concept is the nearest of all concepts, or among the five nearest, and chance.
 
     Raises MissingWeights for a prompt of an unknown concept when MiniLM is nowhere.
@@ -39,16 +34,15 @@ def score_retrieval(
     known = set(namer.names)
     own = [namer.concept_of(text) for text in prompts.texts]
     column = torch.tensor([namer.names.index(name) for name in own])
-    ranks, done = [], 0
-    for batch in samples.batches(batch_size, workers=workers):
+
+    def find(batch: Tensor, first: int) -> dict[str, Tensor]:
         cosine = namer.similarities(torch.stack([whole_crop(picture) for picture in batch]))
-        mine = cosine.gather(1, column[done : done + len(batch), None])
-        ranks.append((cosine > mine).sum(1))
-        done += len(batch)
-        progress(len(batch))
-    if not ranks:
-        raise InsufficientSamples(f"{samples.source} holds no picture: give at least one")
-    rank = torch.cat(ranks)
+        mine = cosine.gather(1, column[first : first + len(batch), None])
+        return {"rank": (cosine > mine).sum(1)}
+
+    found = Rows(find)
+    yield [Look(samples, found, batch_size)]
+    rank = found["rank"]
     candidates = len(namer.names)
     values = {
         f"r_at_{k}": row((rank < k).double().mean(), len(rank), chance=chance(candidates, k)) for k in (1, 5)
@@ -68,16 +62,12 @@ def row(value, count: int, **more) -> dict:
     return {"value": float(value), "n": count, "higher_is_better": True, **more}
 
 
-def score_scenes(
-    samples: PictureSet,
-    prompts: Prompts,
-    scenes: dict[str, Scene],
-    namer: Namer,
-    *,
-    batch_size: int = 50,
-    workers: int = 0,
-    progress: Callable[[int], object] = lambda count: None,
-) -> dict:
+score_retrieval = by_itself(retrieval_scoring)
+
+
+def scene_scoring(
+    samples: PictureSet, prompts: Prompts, scenes: dict[str, Scene], namer: Namer, *, batch_size: int = 50
+) -> Scoring:
     """Share of right pictures of each task, their mean, and what is right by the pixels alone.
 
     Raises ValueError for a picture whose prompt is not in the list.
@@ -91,20 +81,25 @@ def score_scenes(
                 "draw eval/prompts/emoji_scenes.txt, or give the list with --prompts"
             )
         asked.append(scenes[text])
-    verdicts: list[tuple[Scene, SceneVerdict]] = []
-    for batch in samples.batches(batch_size, workers=workers):
-        for picture in batch:
-            scene = asked[len(verdicts)]
-            background = background_of(picture)
-            boxes = objects_of(picture, background)
-            count = len(boxes)
-            if scene.objects == 1 and count > 1:  # one drawing may be all of them together
-                boxes = [*boxes, functools.reduce(union, boxes)]
-            ranked = namer.nearest(object_crops(picture, boxes, background))
-            detections = name_objects(boxes, ranked, scene.names)
-            size = (picture.shape[2], picture.shape[1])
-            verdicts.append((scene, judge_scene(scene, background, detections, size, count)))
-            progress(1)
+
+    def verdict_on(picture: Tensor, scene: Scene) -> SceneVerdict:
+        background = background_of(picture)
+        boxes = objects_of(picture, background)
+        count = len(boxes)
+        if scene.objects == 1 and count > 1:  # one drawing may be all of them together
+            boxes = [*boxes, functools.reduce(union, boxes)]
+        ranked = namer.nearest(object_crops(picture, boxes, background))
+        detections = name_objects(boxes, ranked, scene.names)
+        size = (picture.shape[2], picture.shape[1])
+        return judge_scene(scene, background, detections, size, count)
+
+    def find(batch: Tensor, first: int) -> dict[str, list]:
+        shown = zip(batch, asked[first : first + len(batch)], strict=True)
+        return {"verdicts": [tuple(verdict_on(picture, scene)) for picture, scene in shown]}
+
+    found = Rows(find)
+    yield [Look(samples, found, batch_size)]
+    verdicts = [(scene, SceneVerdict(*each)) for scene, each in zip(asked, found["verdicts"], strict=True)]
     rows = [(scene.tag, scene.prompt, verdict.correct) for scene, verdict in verdicts]
     scores = task_scores(rows)
     values = {}
@@ -144,6 +139,9 @@ def score_scenes(
     }
     prompts = Prompts(prompts.texts, prompts.about | {"sha256": digest_of(scenes), "scenes": len(scenes)})
     return as_result("emoji_scenes", values, notes, namer, samples, prompts, about, started)
+
+
+score_scenes = by_itself(scene_scoring)
 
 
 def digest_of(scenes: dict[str, Scene]) -> str:

@@ -6,7 +6,7 @@ Not GenEval's own detector, which is Mask2Former of mmdetection 2 with other pre
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 
 import numpy as np
 import torch
@@ -129,20 +129,3 @@ def colour_words(clip: ImageTextModel, name: str) -> Tensor:
         for colour in COLOURS
     ]
     return unit(torch.stack(rows))
-
-
-def detect(
-    pictures,
-    names: Sequence[str],
-    coloured: Sequence[Container[str]],
-    detector: Callable[[Tensor, Container[str]], list[Detection]],
-    progress,
-    workers: int = 0,
-):
-    """Yields (name, detections) of every picture of a set, names and classes to name colours of in its order."""
-    done = 0
-    for batch in pictures.batches(1, workers=workers):
-        for picture in batch:
-            yield names[done], detector(picture, coloured[done])
-            done += 1
-            progress(1)

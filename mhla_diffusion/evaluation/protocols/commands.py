@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..faults import MissingWeights
+from ..kept import forget
 from ..networks.weight_files import ROLES
 from .files import known_protocols, load_protocol
+
+UNFINISHED = "unfinished"  # below --out: what a run that broke off has finished
 
 
 def add_protocol_commands(parts, add_command: Callable) -> None:
@@ -68,6 +71,7 @@ def add_run_options(parser) -> None:
     add("--protocol", dest="protocol_file", metavar="NAME|FILE", help="a YAML, see `mhla eval list`")
     add("--results", nargs="+", default=[], metavar="FILE", help="VBench's result files, folders or zips")
     add("--plan", metavar="PLAN.json", help="what `mhla eval vbench plan` wrote")
+    add("--fresh", action="store_true", help="take up nothing of an unfinished run of the same command")
 
 
 def run_file(args: argparse.Namespace) -> int:
@@ -105,14 +109,30 @@ def run_file(args: argparse.Namespace) -> int:
         workers=args.workers,
         seed=args.seed,
         out=out,
+        unfinished=out / UNFINISHED,
     )
+    if args.fresh:
+        forget(inputs.unfinished)
     from tqdm import tqdm
 
     from .runner import run
 
-    with tqdm(unit="sample", disable=not sys.stderr.isatty(), leave=False) as bar:
-        inputs.progress = bar.update
-        result, status = run(protocol, inputs, say=lambda text: print(f"mhla: {text}", file=sys.stderr))
+    with tqdm(total=0, unit="sample", disable=not sys.stderr.isatty(), leave=False) as bar:
+
+        def expect(count: int) -> None:
+            bar.total += count
+            bar.refresh()
+
+        inputs.progress, inputs.expect = bar.update, expect
+        try:
+            result, status = run(protocol, inputs, say=lambda text: print(f"mhla: {text}", file=sys.stderr))
+        except KeyboardInterrupt:
+            if inputs.unfinished.is_dir():
+                print(
+                    f"mhla: {inputs.unfinished} keeps what is finished: the same command goes on",
+                    file=sys.stderr,
+                )
+            raise
     # Late: they import torch, which takes seconds, and what is missing should be named at once.
     from ..image_scores import write_result
     from .report import as_lines, write_grid, write_markdown
@@ -131,12 +151,18 @@ def run_file(args: argparse.Namespace) -> int:
             result["warnings"].append(f"no grid.png: {error}")
     write_result(result, out / "result.json")
     write_markdown(result, out / "result.md")
+    if status == 0:
+        forget(inputs.unfinished)
     for line in as_lines(result):
         print(line)
     left_out = [f"{name} is left out: {why}" for name, why in result["skipped"].items()]
     for note in result["warnings"] + left_out:
         print(f"mhla: {note}", file=sys.stderr)
     print(f"{out / 'result.json'} written, with result.md" + (" and grid.png" if "grid" in result else ""))
+    if inputs.unfinished.is_dir():
+        print(
+            f"{inputs.unfinished} keeps the parts that did not fail: the same command computes only the others"
+        )
     return status
 
 

@@ -14,7 +14,12 @@ VBENCH_TOTALS = ("quality", "semantic", "total")
 
 @dataclass
 class Inputs:
-    """What a run is given besides the protocol; paths as typed."""
+    """What a run is given besides the protocol; paths as typed.
+
+    unfinished: a folder that keeps what is finished, should the run break off, and that it is taken up from. progress,
+    expect: are told how many samples were read or scored, and how many will be. sets: what was opened, by how it is
+    read, so that parts which read alike share a set, and a reading.
+    """
 
     samples: str
     reference: str | None = None
@@ -33,7 +38,10 @@ class Inputs:
     workers: int | None = None  # None: as many as the device can use
     seed: int = 0
     out: Path = Path("outputs/eval")
+    unfinished: Path | None = None
     progress: Callable[[int], object] = lambda count: None
+    expect: Callable[[int], object] = lambda count: None
+    sets: dict[tuple, Any] = field(default_factory=dict)
 
 
 def listed(options: dict[str, Any], name: str, kind: type) -> list | None:

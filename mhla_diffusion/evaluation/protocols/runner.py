@@ -10,11 +10,13 @@ from collections.abc import Callable
 from ...provenance import DISTRIBUTIONS, versions
 from ..faults import MissingWeights
 from ..geneval.records import needed_weights
+from ..kept import Kept
 from .drawn import drawn_with
 from .inputs import Inputs
 from .running import check_samples
 from .schema import Part, Protocol
 from .scorers import Lack, Scorer, check_protocol, lacks
+from .unfinished import unfinished
 
 SCHEMA = 1
 FAILED = 4  # exit status: some part failed, the others are in the result
@@ -48,38 +50,79 @@ def run(
     notes += more
     if inputs.limit is not None:
         notes.append(f"only the first {inputs.limit} of each set: no result of the protocol")
-    values, parts, faults = {}, {}, {}
     started = time.perf_counter()
-    for name, part, scorer in chosen:
-        lost = skipped[name].metric if name in skipped else None
-        if name in skipped and lost is None:
+    runs = {
+        name: (without(part, scorer.metrics, skipped[name].metric if name in skipped else None), scorer)
+        for name, part, scorer in chosen
+        if name not in skipped or skipped[name].metric is not None
+    }
+    kept = unfinished(protocol, inputs, {name: part for name, (part, _) in runs.items()}, say)
+    found, times = scored(protocol, inputs, runs, kept, say)
+    values, parts, faults = {}, {}, {}
+    for name, (part, _) in runs.items():
+        if isinstance(found[name], Exception):
+            faults[name] = found[name]
+            parts[name] = {"scorer": part.scorer, "status": "failed", "reason": reason_of(found[name])}
             continue
-        begun = time.perf_counter()
-        try:
-            found = scorer.run(without(part, scorer.metrics, lost), protocol, inputs)
-        except PART_FAULTS as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            faults[name] = error
-            parts[name] = {"scorer": part.scorer, "status": "failed", "reason": reason}
-            if len(chosen) > 1:  # of a single part it is raised below
-                say(f"{name} failed: {reason}")
-            continue
-        for metric, row in found.pop("values").items():
+        rest = dict(found[name])
+        for metric, row in rest.pop("values").items():
             values[metric if metric not in values else f"{name}.{metric}"] = row
-        notes += [f"{name}: {note}" for note in found.pop("warnings", [])]
+        notes += [f"{name}: {note}" for note in rest.pop("warnings", [])]
         for key in ("schema_version", "protocol"):
-            found.pop(key, None)
-        seconds = round(time.perf_counter() - begun, 3)
-        parts[name] = {"scorer": part.scorer, "status": "ok", "seconds": seconds, **found}
+            rest.pop(key, None)
+        parts[name] = {"scorer": part.scorer, "status": "ok", **rest}
     if not values and faults:
         raise next(iter(faults.values()))
     reasons = {
         f"{name}.{lack.metric}" if lack.metric else name: lack.advice for name, lack in skipped.items()
     }
-    seconds = time.perf_counter() - started
-    result = result_of(protocol, inputs, values, parts, reasons, notes, seconds)
+    result = result_of(protocol, inputs, values, parts, reasons, notes)
     result["settings"]["drawn"] = drawn
+    result["timings"] = {"seconds": round(time.perf_counter() - started, 3)} | times
     return result, FAILED if faults else 0
+
+
+def scored(
+    protocol: Protocol,
+    inputs: Inputs,
+    runs: dict[str, tuple[Part, Scorer]],
+    kept: Kept | None,
+    say: Callable[[str], object],
+) -> tuple[dict[str, dict | Exception], dict]:
+    """Result or fault of each part, all of whose pictures are read once; and times, with what was taken up."""
+    found: dict[str, dict | Exception] = {}
+    for name in runs if kept else ():
+        if result := kept.read(f"{name}.json"):
+            found[name] = result
+    done = list(found)
+    scorings = {
+        name: scorer.run(part, protocol, inputs) for name, (part, scorer) in runs.items() if name not in found
+    }
+    if done:
+        say(f"taken up of an unfinished run: {', '.join(done)}")
+    # Late: it imports torch, which takes seconds.
+    from ..decoding import decoding_processes
+    from ..passes import Reader
+
+    workers = decoding_processes(inputs.workers, inputs.device)
+    reader = Reader(workers, inputs.progress, inputs.expect, kept, PART_FAULTS)
+    for name, result in reader.run(scorings):
+        found[name] = result
+        if isinstance(result, Exception):
+            if len(runs) > 1:  # of a single part it is raised
+                say(f"{name} failed: {reason_of(result)}")
+            continue
+        result["seconds"] = round(reader.seconds[name], 3)
+        if kept:
+            kept.write(f"{name}.json", result)
+    times = {"reading_seconds": round(reader.reading, 3)}
+    if done or reader.resumed:
+        times["taken_up"] = {"parts": done, "pictures": reader.resumed}
+    return found, times
+
+
+def reason_of(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def named_parts(protocol: Protocol) -> list[tuple[str, Part, Scorer]]:
@@ -174,7 +217,6 @@ def result_of(
     parts: dict[str, dict],
     skipped: dict[str, str],
     notes: list[str],
-    seconds: float,
 ) -> dict:
     # Rules that are plain Python, as GenEval's, name no device.
     environments = [part.get("environment", {}) for part in parts.values()]
@@ -214,5 +256,4 @@ def result_of(
             "versions": versions((*DISTRIBUTIONS, "torchmetrics", "open_clip_torch")),
             "date": datetime.date.today().isoformat(),
         },
-        "timings": {"seconds": round(seconds, 3)},
     }

@@ -1,7 +1,9 @@
-"""Runs each kind of scorer on what was given; every function returns a result with "values" and "warnings"."""
+"""Runs each kind of scorer on what was given: scorings (see `passes`) whose result has "values" and "warnings"."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from ...weights import find_pipeline
@@ -12,16 +14,35 @@ from .inputs import VBENCH_TOTALS, Inputs, listed, optional
 from .schema import Part, Protocol, Unreadable
 
 
-def open_samples(protocol: Protocol, inputs: Inputs):
+def opened(protocol: Protocol, inputs: Inputs, source: str | Path, split: str | None):
+    """The set behind a path, the same for all parts that read it alike: one reading then serves them."""
     from ..picture_sets import open_pictures
 
-    return open_pictures(
-        inputs.samples,
-        limit=inputs.limit,
-        split=inputs.samples_split,
-        mixed_sizes=inputs.mixed_sizes,
-        background=inputs.background or protocol.samples.background,
-    )
+    how = {
+        "limit": inputs.limit,
+        "split": split,
+        "mixed_sizes": inputs.mixed_sizes,
+        "background": inputs.background or protocol.samples.background,
+    }
+    key = (str(source), *how.values())
+    if key not in inputs.sets:
+        inputs.sets[key] = open_pictures(source, **how)
+    return inputs.sets[key]
+
+
+def open_samples(protocol: Protocol, inputs: Inputs):
+    return opened(protocol, inputs, inputs.samples, inputs.samples_split)
+
+
+def at_once(score: Callable[[Part, Protocol, Inputs], dict]) -> Callable[..., Generator]:
+    """The scoring of what looks at no pictures that others could share."""
+
+    @functools.wraps(score)
+    def scoring(part: Part, protocol: Protocol, inputs: Inputs) -> Generator:
+        yield []
+        return score(part, protocol, inputs)
+
+    return scoring
 
 
 def check_samples(protocol: Protocol, inputs: Inputs) -> list[str]:
@@ -61,11 +82,10 @@ def check_samples(protocol: Protocol, inputs: Inputs) -> list[str]:
     return notes
 
 
-def run_distances(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
+def run_distances(part: Part, protocol: Protocol, inputs: Inputs) -> Generator:
     """Distances to a reference by one of the networks and resizes of `image_protocols`."""
-    from ..decoding import decoding_processes
-    from ..image_scores import beyond, score
-    from ..picture_sets import holds_pictures, open_pictures
+    from ..image_scores import beyond, scoring
+    from ..picture_sets import holds_pictures
     from ..reference_statistics import holds_statistics, read_statistics
 
     path = Path(inputs.reference).expanduser()
@@ -78,13 +98,7 @@ def run_distances(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
                 f"{protocol.protocol} compares with split {split} of a .tar "
                 f"({protocol.reference.what or 'whose JSON names splits'}), {path} has none"
             )
-        pictures = open_pictures(
-            path,
-            limit=inputs.limit,
-            split=split,
-            mixed_sizes=inputs.mixed_sizes,
-            background=inputs.background or protocol.samples.background,
-        )
+        pictures = opened(protocol, inputs, path, split)
     if protocol.reference.kind == "pictures" and pictures is None:
         raise ReferenceMismatch(f"{path} holds statistics only, {protocol.protocol} asks for pictures")
     way, wanted, notes = PROTOCOLS[part.scorer], part.metrics, []
@@ -98,7 +112,7 @@ def run_distances(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     if lost:
         wanted = tuple(name for name in wanted if name not in lost)
         notes = [f"left out, for {path} does not hold it: {needs}"]
-    found = score(
+    found = yield from scoring(
         open_samples(protocol, inputs),
         statistics or pictures,
         way,
@@ -107,26 +121,23 @@ def run_distances(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
         weights={role: path for role, path in inputs.weights.items() if role in way.roles},
         device=inputs.device,
         batch_size=inputs.batch_size,
-        workers=decoding_processes(inputs.workers, inputs.device),
         seed=inputs.seed,
         skip_missing=inputs.skip_missing,
-        progress=inputs.progress,
     )
     found["warnings"] = notes + found["warnings"]
     return found
 
 
-def run_captions(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
+def run_captions(part: Part, protocol: Protocol, inputs: Inputs) -> Generator:
     """Scores of pictures and their prompts: CLIP score, retrieval, scenes, GenEval."""
-    from ..decoding import decoding_processes
-    from ..text_image.run import score_set
+    from ..text_image.run import set_scoring
 
     way = TEXT_IMAGE_PROTOCOLS[part.scorer]
     long_prompts = part.options.get("long_prompts", "truncate")
     if long_prompts not in ("truncate", "error"):
         raise Unreadable(f"option long_prompts is {long_prompts!r}: give truncate or error")
     roles = (*way.roles, *way.optional)
-    result = score_set(
+    result = yield from set_scoring(
         way,
         inputs.samples,
         lambda: open_samples(protocol, inputs),
@@ -137,8 +148,6 @@ def run_captions(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
         long_prompts=long_prompts,
         detections_out=inputs.out / "detections.jsonl",
         batch_size=inputs.batch_size,
-        workers=decoding_processes(inputs.workers, inputs.device),
-        progress=inputs.progress,
     )
     return only(result, part)
 
@@ -161,7 +170,9 @@ def video_paths(inputs: Inputs) -> list[Path]:
 def run_flicker(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     from ..vbench.flicker import flickering_of_videos
 
-    mean, rows = flickering_of_videos(video_paths(inputs)[: inputs.limit])
+    paths = video_paths(inputs)[: inputs.limit]
+    inputs.expect(len(paths))
+    mean, rows = flickering_of_videos(paths)
     inputs.progress(len(rows))
     return {
         "values": {"temporal_flickering": {"value": mean, "n": len(rows), "higher_is_better": True}},
@@ -176,6 +187,7 @@ def run_motions(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
 
     paths = video_paths(inputs)
     captions = captions_of(paths, inputs.prompts, inputs.limit)
+    inputs.expect(len(captions))
     return only(score_motions(paths[: inputs.limit], captions, progress=inputs.progress), part)
 
 
@@ -271,6 +283,7 @@ def run_attention(part: Part, protocol: Protocol, inputs: Inputs) -> dict:
     how = optional(options, int, entropy_rows="entropy_rows", exact_limit="exact_limit")
     how |= optional(options, float, threshold="threshold") | optional(options, bool, one_block="one_block")
     folder = find_pipeline(inputs.samples)
+    inputs.expect(1)
     found = diagnose(
         folder,
         out=inputs.out,

@@ -7,7 +7,7 @@ imported scores, and attention.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 from ..faults import MissingWeights
@@ -22,7 +22,7 @@ from .schema import Part, Protocol, Unreadable, nearest
 
 @dataclass(frozen=True)
 class Scorer:
-    """`run(part, protocol, inputs)` gives a result with "values" and "warnings"; it may raise ValueError.
+    """`run(part, protocol, inputs)` is a scoring (see `passes`), its result has "values" and "warnings".
 
     roles: weights that it needs; optional: weights that it reads for some samples only; packages: modules, and what
     brings each; needs: fields of `Inputs` without which it cannot run; reads: others that it looks at; options: names
@@ -32,7 +32,7 @@ class Scorer:
     name: str
     kind: str
     metrics: tuple[str, ...]
-    run: Callable[[Part, Protocol, Inputs], dict]
+    run: Callable[[Part, Protocol, Inputs], Generator]
     roles: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     packages: tuple[tuple[str, str], ...] = ()
@@ -81,7 +81,7 @@ def scorers() -> dict[str, Scorer]:
             "vbench_check",
             "videos",
             ("videos_found",),
-            running.run_video_check,
+            running.at_once(running.run_video_check),
             roles=("vbench-prompts",),
             packages=(PYAV,),
             reads=("plan", "prompts"),
@@ -92,7 +92,7 @@ def scorers() -> dict[str, Scorer]:
             "vbench_flicker",
             "videos",
             ("temporal_flickering",),
-            running.run_flicker,
+            running.at_once(running.run_flicker),
             packages=(PYAV,),
             summary="temporal flickering, the dimension of VBench that needs no weights",
         ),
@@ -100,7 +100,7 @@ def scorers() -> dict[str, Scorer]:
             "moving_emoji",
             "videos",
             ("motion", "direction", "background"),
-            running.run_motions,
+            running.at_once(running.run_motions),
             packages=(PYAV,),
             reads=("prompts",),
             summary="do videos of one object on a plain background move as their captions say; pixels only",
@@ -109,7 +109,7 @@ def scorers() -> dict[str, Scorer]:
             "vbench_totals",
             "videos",
             (*DIMENSIONS, *VBENCH_TOTALS),
-            running.run_totals,
+            running.at_once(running.run_totals),
             needs=("results",),
             summary="raw scores from VBench's result files; Quality, Semantic and Total as published",
         ),
@@ -117,7 +117,7 @@ def scorers() -> dict[str, Scorer]:
             "attention",
             "pipeline",
             (),
-            running.run_attention,
+            running.at_once(running.run_attention),
             options=("prompts", "steps", "at", "threshold", "entropy_rows", "exact_limit", "one_block"),
             summary="rank and entropy of every attention layer while the pipeline draws",
         ),

@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from ..passes import Look, Rows, Scoring, by_itself
 from ..picture_sets import PictureSet
 from .prompts import prompts_of
 from .protocols import TextImageProtocol
 
 
-def score_set(
+def set_scoring(
     protocol: TextImageProtocol,
     source: str | os.PathLike,
     opened: Callable[[], PictureSet],
@@ -26,10 +27,8 @@ def score_set(
     random_weights: bool = False,
     detections_out: Path | None = None,
     batch_size: int = 50,
-    workers: int = 0,
-    progress: Callable[[int], object] = lambda count: None,
-) -> dict:
-    """The result, with the schema of `image_scores.score`.
+) -> Scoring:
+    """A scoring whose result has the schema of `image_scores.score`.
 
     Args:
         source: what was typed: a set of pictures, or for GenEval also a .jsonl of detections.
@@ -51,13 +50,12 @@ def score_set(
         raise ValueError(
             f"protocol {protocol.name} takes no --clip-model, --clip-pretrained or --random-weights"
         )
-    how = {"batch_size": batch_size, "workers": workers, "progress": progress}
     if protocol.kind == "detections":
-        return by_geneval(source, opened, prompts, weights, device, detections_out, workers, progress)
+        return (yield from by_geneval(source, opened, prompts, weights, device, detections_out))
     pictures = opened()
     if protocol.kind == "clip":
         from ..networks.clip import clip_model
-        from .scores import score_captions
+        from .scores import caption_scoring
 
         texts = prompts_of(pictures, prompts, keyed=protocol.keyed, whole=whole)
         model = clip_model(
@@ -67,20 +65,26 @@ def score_set(
             random_weights=random_weights,
             device=device,
         )
-        return score_captions(pictures, texts, protocol, model, long_prompts=long_prompts, **how)
+        how = {"long_prompts": long_prompts, "batch_size": batch_size}
+        return (yield from caption_scoring(pictures, texts, protocol, model, **how))
     from ..emoji_world.naming import Namer
-    from ..emoji_world.scores import score_retrieval, score_scenes
+    from ..emoji_world.scores import retrieval_scoring, scene_scoring
 
     if protocol.kind == "retrieval":
         texts = prompts_of(pictures, prompts, whole=whole)
-        return score_retrieval(pictures, texts, Namer(weights, device), **how)
+        namer = Namer(weights, device)
+        return (yield from retrieval_scoring(pictures, texts, namer, batch_size=batch_size))
     from ..emoji_world.scenes import read_scenes
 
     scenes = read_scenes(Path(prompts) if prompts else None)
     texts = prompts_of(
         pictures, None, advice="draw the list of scenes by mhla generate, which puts it into each PNG"
     )
-    return score_scenes(pictures, texts, scenes, Namer(weights, device), **how)
+    namer = Namer(weights, device)
+    return (yield from scene_scoring(pictures, texts, scenes, namer, batch_size=batch_size))
+
+
+score_set = by_itself(set_scoring)
 
 
 def by_geneval(
@@ -90,9 +94,7 @@ def by_geneval(
     weights: dict,
     device: str,
     out: Path | None,
-    workers: int,
-    progress: Callable[[int], object],
-) -> dict:
+) -> Scoring:
     """GenEval from a .jsonl of detections, or from pictures, which are detected first."""
     from ..geneval.records import ADVICE, Found, read_detections, read_records, record_of, write_detections
     from ..geneval.scores import score_detections
@@ -103,11 +105,12 @@ def by_geneval(
     metadata = Path(prompts).expanduser()
     path = Path(source).expanduser()
     if path.suffix == ".jsonl":
+        yield []
         found, about = read_detections(path)
-        progress(len(found))
         return score_detections(found, about, metadata, schema=SCHEMA)
     from ...pipelines.pictures import read_settings
-    from ..geneval.detector import Detector, detect
+    from ..geneval.detector import Detector
+    from ..geneval.judge import Detection
     from ..picture_sets import Folder
 
     records = read_records(metadata)
@@ -125,8 +128,12 @@ def by_geneval(
     asked = [each for record in records for each in (*record.include, *record.exclude)]
     detector = Detector(weights, colours=any("color" in each for each in asked), device=device)
     detector.check_classes([each["class"] for each in asked])
-    seen = dict(detect(pictures, names, coloured, detector, progress, workers))
-    found = [Found(name, seen[name], prompt) for name, prompt in zip(names, carried, strict=True)]
+    rows = Rows(
+        lambda batch, first: {"seen": [[tuple(each) for each in detector(batch[0], coloured[first])]]}
+    )
+    yield [Look(pictures, rows, 1)]
+    seen = [[Detection(*each) for each in detections] for detections in rows["seen"]]
+    found = [Found(*each) for each in zip(names, seen, carried, strict=True)]
     if out is not None:
         write_detections(out, found, detector.about)
     result = score_detections(found, detector.about, metadata, schema=SCHEMA)

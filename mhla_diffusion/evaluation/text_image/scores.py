@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ...provenance import DISTRIBUTIONS, versions
 from ..image_scores import SCHEMA
 from ..metrics.clip_score import SCALE, cosines, estimate
 from ..networks.image_text import ImageTextModel
+from ..passes import Look, Rows, Scoring
 from ..picture_sets import PictureSet
 from .prompts import Prompts
 from .protocols import TextImageProtocol
@@ -33,7 +34,7 @@ def unlike_published(protocol: TextImageProtocol, about: dict) -> list[str]:
     ]
 
 
-def score_captions(
+def caption_scoring(
     samples: PictureSet,
     prompts: Prompts,
     protocol: TextImageProtocol,
@@ -41,10 +42,8 @@ def score_captions(
     *,
     long_prompts: str = "truncate",
     batch_size: int = 50,
-    workers: int = 0,
-    progress: Callable[[int], object] = lambda count: None,
-) -> dict:
-    """The result, with the schema of `image_scores.score`.
+) -> Scoring:
+    """The CLIP score, with the schema of `image_scores.score`.
 
     Raises ValueError as `PictureSet.batches` and `ImageTextModel` do; nothing was written then.
     """
@@ -55,14 +54,16 @@ def score_captions(
         )
     if protocol.pretrained:
         notes += unlike_published(protocol, model.about)
-    started, done, cut, found = time.perf_counter(), 0, 0, []
-    for batch in samples.batches(batch_size, workers=workers):
-        texts = model.encode_texts(prompts.texts[done : done + len(batch)], long_prompts)
-        found.append(cosines(model.encode_images(batch), texts.features).cpu())
-        cut += texts.truncated
-        done += len(batch)
-        progress(len(batch))
-    result = estimate(torch.cat(found), cut)
+    started = time.perf_counter()
+
+    def find(batch: Tensor, first: int) -> dict[str, Tensor | list]:
+        texts = model.encode_texts(prompts.texts[first : first + len(batch)], long_prompts)
+        return {"cosine": cosines(model.encode_images(batch), texts.features), "truncated": [texts.truncated]}
+
+    found = Rows(find)
+    yield [Look(samples, found, batch_size)]
+    cut = sum(found["truncated"])
+    result = estimate(found["cosine"], cut)
     notes += samples.doubts()
     if cut:
         notes.append(f"{cut} prompts are longer than {model.context} tokens and were cut, the end token kept")

@@ -10,11 +10,18 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from mhla_diffusion.cli import main
+from mhla_diffusion.evaluation import passes
 from mhla_diffusion.evaluation.emoji_world.heads import EmojiHeads, load_heads
 from mhla_diffusion.evaluation.emoji_world.naming import Namer, whole_crop
+from mhla_diffusion.evaluation.emoji_world.scenes import read_scenes
+from mhla_diffusion.evaluation.emoji_world.scores import retrieval_scoring, scene_scoring
 from mhla_diffusion.evaluation.faults import MissingWeights
+from mhla_diffusion.evaluation.kept import Kept
 from mhla_diffusion.evaluation.networks import weight_files
 from mhla_diffusion.evaluation.networks.sentences import sentence_encoder
+from mhla_diffusion.evaluation.passes import Reader
+from mhla_diffusion.evaluation.picture_sets import open_pictures
+from mhla_diffusion.evaluation.text_image.prompts import Prompts, prompts_of
 from mhla_diffusion.pipelines.pictures import SETTINGS_KEY
 
 SAMPLE = "assets/emoji_sample.tar"
@@ -157,3 +164,35 @@ def test_results_of_other_seeds_compare_and_of_other_lists_do_not(scenes, capsys
     assert "| 1 " in capsys.readouterr().out
     assert main(["eval", "compare", str(scenes / "a.json"), str(scenes / "c.json")]) == 2
     assert "prompts" in capsys.readouterr().err
+
+
+def test_retrieval_and_scenes_go_on_where_they_broke_off(scenes, namer, monkeypatch):
+    """What they find of each picture is kept as a network's features are."""
+    monkeypatch.setattr(passes, "EVERY", 0.0)
+    monkeypatch.setattr(passes, "SHARE", 0)
+    truth = read_scenes(scenes / "list.jsonl")
+    whale = Prompts(["a flat emoji of a whale"] * 2, {})
+
+    def scorings():
+        pictures = open_pictures(scenes / "p")
+        asked = prompts_of(pictures, None)
+        return {
+            "scenes": scene_scoring(pictures, asked, truth, namer, batch_size=1),
+            "retrieval": retrieval_scoring(pictures, whale, namer, batch_size=1),
+        }
+
+    expected = dict(Reader().run(scorings()))
+    kept = Kept(scenes / "kept", {})
+    steps = iter([None, KeyboardInterrupt])
+
+    def pressed(count):
+        if (fault := next(steps)) is not None:
+            raise fault
+
+    with pytest.raises(KeyboardInterrupt):
+        dict(Reader(kept=kept, progress=pressed).run(scorings()))
+    reader = Reader(kept=kept)
+    found = dict(reader.run(scorings()))
+    assert reader.resumed == 1
+    for name, result in found.items():
+        assert result | {"timings": 0} == expected[name] | {"timings": 0}

@@ -6,10 +6,12 @@ import pytest
 import tiny_clip
 import torch
 from PIL import Image
+from protocol_files import protocol
 from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
 from transformers.models.mask2former import Mask2FormerImageProcessor
 
 from mhla_diffusion.cli import main
+from mhla_diffusion.evaluation import passes
 from mhla_diffusion.evaluation.geneval.detector import COLOURS, Detector, colour_words
 from mhla_diffusion.evaluation.geneval.records import read_detections
 from mhla_diffusion.evaluation.networks.clip import clip_model
@@ -89,6 +91,37 @@ def test_from_pictures_to_a_score(place, capsys):
     found, about = read_detections(place / "a_detections.jsonl")
     assert [each.image for each in found] == ["00000/samples/0000.png", "00001/samples/0000.png"]
     assert about["detector"] == "Mask2Former through transformers"
+
+
+def test_detections_that_are_there_are_not_made_again(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(passes, "EVERY", 0.0)
+    monkeypatch.setattr(passes, "SHARE", 0)
+    command = [
+        "eval",
+        "run",
+        "--protocol",
+        protocol(tmp_path, "samples: {kind: detections}\nparts:\n- {scorer: geneval}\n"),
+    ]
+    command += ["--samples", str(place / "p"), "--prompts", str(place / "metadata.jsonl"), "--device", "cpu"]
+    command += ["--weights", f"mask2former={place / 'mask2former'}", f"clip={place / 'clip'}", "--out"]
+    monkeypatch.setattr(
+        Detector.__init__, "__kwdefaults__", Detector.__init__.__kwdefaults__ | {"threshold": 0.0}
+    )
+    assert main([*command, str(tmp_path / "whole")]) == 0
+    detect, seen = Detector.__call__, []
+
+    def pressed(self, picture, coloured):
+        seen.append(coloured)
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return detect(self, picture, coloured)
+
+    monkeypatch.setattr(Detector, "__call__", pressed)
+    assert main([*command, str(tmp_path / "out")]) == 130
+    assert main([*command, str(tmp_path / "out")]) == 0 and len(seen) == 3
+    assert "taken up of an unfinished run: 1 of 2 pictures" in capsys.readouterr().err
+    lines = [(tmp_path / name / "detections.jsonl").read_text() for name in ("whole", "out")]
+    assert lines[0] == lines[1] and lines[0].count('"box"') > 1
 
 
 def test_missing_weights_are_named(place, capsys, monkeypatch):
