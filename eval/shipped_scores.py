@@ -32,9 +32,10 @@ from mhla_diffusion.evaluation.emoji_world.scenes import LIST, read_scenes
 from mhla_diffusion.evaluation.emoji_world.scores import score_retrieval, score_scenes
 from mhla_diffusion.evaluation.emoji_world.seed_tables import NEAREST, as_markdown, summed_up
 from mhla_diffusion.evaluation.faults import MissingWeights
+from mhla_diffusion.evaluation.gathering import Gathered, gather
 from mhla_diffusion.evaluation.image_protocols import PROTOCOLS
 from mhla_diffusion.evaluation.image_scores import build_extractor, score, write_result
-from mhla_diffusion.evaluation.networks.extractors import Extractor
+from mhla_diffusion.evaluation.kept import Kept
 from mhla_diffusion.evaluation.networks.weight_files import sha256_of
 from mhla_diffusion.evaluation.picture_sets import open_pictures
 from mhla_diffusion.evaluation.protocols.files import load_protocol
@@ -149,30 +150,13 @@ def draw_all(folders: dict[str, Path], sets: dict, args) -> None:
                 draw(path, painter, seed, sets, args, bar)
 
 
-def remembering(extractor: Extractor, folder: Path) -> Extractor:
-    """The same network, which keeps the features of each batch in `folder`: a reference is passed once."""
-    about = json.dumps([extractor.about, str(extractor.device), torch.__version__])
-    kept = folder / hashlib.sha256(about.encode()).hexdigest()[:16]
-    kept.mkdir(parents=True, exist_ok=True)
-
-    def run(pictures: torch.Tensor) -> dict[str, torch.Tensor]:
-        content = pictures.cpu().contiguous().numpy().tobytes()
-        path = kept / f"{hashlib.sha256(content).hexdigest()}.pt"
-        if path.is_file():
-            found = torch.load(path, weights_only=True)
-            return {tap: value.to(extractor.device) for tap, value in found.items()}
-        found = extractor.run(pictures)
-        write_atomically(path, lambda file: torch.save({t: v.cpu() for t, v in found.items()}, file))
-        return found
-
-    return Extractor(run, extractor.taps, extractor.about, extractor.device)
-
-
 class Judge:
     """The protocols' scorers with their networks, each loaded once; `lacking` says which could not be, and why."""
 
     def __init__(self, args):
         self.args, self.networks, self.namer = args, {}, None
+        self.reference = open_pictures(args.data, split="train", background="white")
+        self.gathered: dict[str, Gathered] = {}  # of the reference, by scorer
         self.lacking = dict.fromkeys(args.without, "not asked for (--without)")
         try:
             self.namer = Namer(device=args.device)
@@ -182,9 +166,24 @@ class Judge:
             if part.scorer in PROTOCOLS.keys() - self.lacking.keys():
                 try:
                     found = build_extractor(PROTOCOLS[part.scorer], {}, args.device, part.metrics)
-                    self.networks[part.scorer] = remembering(found, args.drawn / "features")
+                    self.networks[part.scorer] = found
                 except ValueError as error:
                     self.lacking[part.scorer] = str(error)
+
+    def reference_by(self, scorer: str) -> Gathered:
+        """What a network finds in the reference: passed once for all tars, and kept below --drawn for the next run."""
+        if scorer not in self.gathered:
+            network, batch_size = self.networks[scorer], self.args.score_batch_size
+            decides = {
+                "features": network.about,
+                "device": str(network.device),
+                "torch": torch.__version__,
+                "pictures": sha256_of(Path(self.args.data)),
+            }
+            kept = Kept(self.args.drawn / "features", decides, lambda text: print(text, file=sys.stderr))
+            how = {"moments": network.taps.keys(), "features": network.taps.keys(), "batch_size": batch_size}
+            self.gathered[scorer] = gather(self.reference, network, **how, kept=kept)
+        return self.gathered[scorer]
 
     def score(self, part, source: Path, split: str) -> dict:
         """Result of one part of a protocol for one split of a tar. Raises MissingWeights."""
@@ -193,10 +192,9 @@ class Judge:
         how = {"batch_size": self.args.score_batch_size}
         samples = open_pictures(source, split=split, background="white")
         if part.scorer in PROTOCOLS:
-            reference = open_pictures(self.args.data, split="train", background="white")
-            way, network = PROTOCOLS[part.scorer], self.networks[part.scorer]
-            floor = split == "train"
-            return score(samples, reference, way, metrics=part.metrics, extractor=network, floor=floor, **how)
+            how |= {"extractor": self.networks[part.scorer], "gathered": self.reference_by(part.scorer)}
+            how |= {"metrics": part.metrics, "floor": split == "train"}
+            return score(samples, self.reference, PROTOCOLS[part.scorer], **how)
         texts = prompts_of(samples, None)
         if part.scorer == "emoji_scenes":
             return score_scenes(samples, texts, read_scenes(), self.namer, **how)
