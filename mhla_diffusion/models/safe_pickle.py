@@ -133,8 +133,10 @@ def state_of(loaded, path: Path, name: str | None = None) -> tuple[dict[str, tor
 
 
 def unwrapped(state: Mapping) -> dict:
-    """The same values by key without a prefix that all keys share."""
-    for prefix in PREFIXES:
-        if state and all(key.startswith(prefix) for key in state):
-            state = {key.removeprefix(prefix): value for key, value in state.items()}
+    """The same values by key without the prefixes that all keys share, in whichever order they were put there."""
+    while state:
+        prefix = next((x for x in PREFIXES if all(key.startswith(x) for key in state)), None)
+        if prefix is None:
+            break
+        state = {key.removeprefix(prefix): value for key, value in state.items()}
     return dict(state)

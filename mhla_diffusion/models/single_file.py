@@ -9,6 +9,7 @@ from accelerate import init_empty_weights
 
 from ..building import BUILDING
 from ..weights import read_json
+from .checkpoint_config import checked_arguments
 from .checkpoint_plan import OPTION_OF, Plan, make_plan
 from .mixin import MHLAModelMixin
 from .tensor_files import check_sum, open_tensors
@@ -44,6 +45,7 @@ def load_single_file(
             f"from_single_file() does not know {strange[0]!r}: give config, subfolder, torch_dtype, weights and the "
             f"mhla_ options of {cls.__name__}; arguments of the model go into config"
         )
+    checked_arguments(options, cls, "from_single_file()")
     stored, given = described(config, subfolder)
     chosen = {
         option.replace("-", "_"): options.pop(name) for name, option in OPTION_OF.items() if name in options

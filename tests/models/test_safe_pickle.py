@@ -108,7 +108,9 @@ def test_the_weights_inside_are_found_by_name():
     assert state_of(both, path) == (other, "ema")
     assert state_of(both, path, "model")[0].keys() == STATE.keys()
     assert state_of({"model": STATE, "ema": {}}, path)[1] == "model"  # an average that was never begun
-    for prefix in ("module.", "_orig_mod.", "module._orig_mod.", "model.diffusion_model."):
+    for prefix in (
+        "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.diffusion_model.",
+    ):  # fmt: skip
         assert state_of({prefix + key: x for key, x in STATE.items()}, path)[0].keys() == STATE.keys()
 
 
