@@ -133,7 +133,7 @@ def test_prompts_stand_on_the_command_line_with_a_seed_each(folder, here):
         ("generate a --stepz 3", "unknown option --stepz, did you mean --steps?"),
         ("generate a --seed 3 b", "unexpected 'b'"),
         ("draw", "invalid choice: 'draw'"),
-        ("convert none out", "neither a pipeline nor a transformer folder"),
+        ("convert none out", "there is no none: give a pipeline or a transformer folder"),
         ("convert . out --block-grid 4x4", "'4x4' is not a number"),
         ("convert TOY out", "with block_grid (2, 2) already"),
         ("convert TOY out --block-grid 4", "two positive integers"),

@@ -208,12 +208,17 @@ def find_source(source: Path, variant: str | None, pipeline: Path | None) -> Sou
     if original:
         names = ", ".join(str(path) for path in original[:5])
         raise ValueError(f"{source} holds several files in an original layout: give one of {names}")
-    name = str(source)
-    remote = not source.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", name)
-    hint = f"; to get it from the Hub: hf download {name} --local-dir {source.name}" if remote else ""
+    if not source.exists():
+        name = str(source)
+        remote = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+        hint = f"; to get it from the Hub: hf download {name} --local-dir {source.name}" if remote else ""
+        raise ValueError(
+            f"there is no {source}: give a pipeline or a transformer folder in Diffusers' layout, or a file in an "
+            f"original one{hint}"
+        )
     raise ValueError(
         f"{source} is neither a pipeline nor a transformer folder in Diffusers' layout (no {folder / 'config.json'}), "
-        f"nor a file in an original one: give one of these{hint}"
+        "nor a file in an original one: give one of these"
     )
 
 

@@ -228,9 +228,11 @@ def test_an_original_file_becomes_a_pipeline_with_the_parts_of_another(tmp_path)
 
 def test_a_mistake_is_one_line_and_leaves_nothing_behind(tmp_path, stock):
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "empty").mkdir()
     before = sorted(tmp_path.rglob("*"))
     for source, options, named in [
-        (tmp_path / "none", {}, "neither a pipeline nor a transformer folder"),
+        (tmp_path / "none", {}, "none: give a pipeline or a transformer folder"),
+        (tmp_path / "empty", {}, "neither a pipeline nor a transformer folder"),
         (stock, {"layers": [9]}, "9"),
         (stock, {"layers": [0, 0]}, "different layer indices"),
         (stock, {"layers": "half"}, "'all' or a list"),
