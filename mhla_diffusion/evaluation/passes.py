@@ -76,11 +76,15 @@ class Rows:
 
 @dataclass
 class Look:
-    """Every picture of a set, in order, in batches of so many, shown to `rows`."""
+    """Every picture of a set, in order, in batches of so many, shown to `rows`.
+
+    `seconds`: what the reading took, with all that looked at the set.
+    """
 
     pictures: PictureSet
     rows: Rows
     batch_size: int
+    seconds: float = 0.0
 
 
 Scoring = Generator[list[Look], None, dict]
@@ -145,6 +149,7 @@ class Reader:
             return
         pictures, batch_size = next((look.pictures, look.batch_size) for look in looks.values())
         file = f"{hashlib.sha256(f'{pictures.reading()} {batch_size}'.encode()).hexdigest()[:16]}.pt"
+        started = time.perf_counter()
         done = self.take_up(file, looks)
         try:
             batches = pictures.batches(batch_size, start=done, workers=self.workers, going_on=done > 0)
@@ -163,6 +168,8 @@ class Reader:
             for name in looks:
                 del wanted[name]
                 yield name, error
+        for look in looks.values():
+            look.seconds = time.perf_counter() - started
 
     def next_of(self, batches: Iterator[Tensor]) -> Tensor | None:
         started = time.perf_counter()

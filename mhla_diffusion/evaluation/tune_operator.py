@@ -95,7 +95,7 @@ def least_bytes(case: Case, kernel: str, item: int) -> int:
     size = case.dim * (case.dim + (case.normalizer == "paper"))
     states = lines * math.prod(case.block_grid) * size * item
     of_tokens, of_states = {
-                "summarise": (2, 1), "mix": (0, 2), "read_out": (3 if case.fused else 2, 1), "query_gradients": (3, 2),
+        "summarise": (2, 1), "mix": (0, 2), "read_out": (3 if case.fused else 2, 1), "query_gradients": (3, 2),
         "key_gradients": (4, 1), "mix_gradient": (0, 2), "dual_forward": (4, 0),
     }.get(kernel, (8, 0))  # fmt: skip
     return of_tokens * tokens + of_states * states

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-import time
 from collections.abc import Sequence
 
 import torch
@@ -30,7 +29,6 @@ def retrieval_scoring(
 
     Raises MissingWeights for a prompt of an unknown concept when MiniLM is nowhere.
     """
-    started = time.perf_counter()
     known = set(namer.names)
     own = [namer.concept_of(text) for text in prompts.texts]
     column = torch.tensor([namer.names.index(name) for name in own])
@@ -40,9 +38,9 @@ def retrieval_scoring(
         mine = cosine.gather(1, column[first : first + len(batch), None])
         return {"rank": (cosine > mine).sum(1)}
 
-    found = Rows(find)
-    yield [Look(samples, found, batch_size)]
-    rank = found["rank"]
+    look = Look(samples, Rows(find), batch_size)
+    yield [look]
+    rank = look.rows["rank"]
     candidates = len(namer.names)
     values = {
         f"r_at_{k}": row((rank < k).double().mean(), len(rank), chance=chance(candidates, k)) for k in (1, 5)
@@ -55,7 +53,7 @@ def retrieval_scoring(
     )
     notes += samples.doubts()
     about = {"candidates": candidates, "batch_size": batch_size}
-    return as_result("emoji_retrieval", values, notes, namer, samples, prompts, about, started)
+    return as_result("emoji_retrieval", values, notes, namer, look, prompts, about)
 
 
 def row(value, count: int, **more) -> dict:
@@ -72,7 +70,6 @@ def scene_scoring(
 
     Raises ValueError for a picture whose prompt is not in the list.
     """
-    started = time.perf_counter()
     asked = []
     for index, text in enumerate(prompts.texts):
         if text not in scenes:
@@ -97,9 +94,10 @@ def scene_scoring(
         shown = zip(batch, asked[first : first + len(batch)], strict=True)
         return {"verdicts": [tuple(verdict_on(picture, scene)) for picture, scene in shown]}
 
-    found = Rows(find)
-    yield [Look(samples, found, batch_size)]
-    verdicts = [(scene, SceneVerdict(*each)) for scene, each in zip(asked, found["verdicts"], strict=True)]
+    look = Look(samples, Rows(find), batch_size)
+    yield [look]
+    seen = look.rows["verdicts"]
+    verdicts = [(scene, SceneVerdict(*each)) for scene, each in zip(asked, seen, strict=True)]
     rows = [(scene.tag, scene.prompt, verdict.correct) for scene, verdict in verdicts]
     scores = task_scores(rows)
     values = {}
@@ -138,7 +136,7 @@ def scene_scoring(
         "reasons": reasons_of(verdicts),
     }
     prompts = Prompts(prompts.texts, prompts.about | {"sha256": digest_of(scenes), "scenes": len(scenes)})
-    return as_result("emoji_scenes", values, notes, namer, samples, prompts, about, started)
+    return as_result("emoji_scenes", values, notes, namer, look, prompts, about)
 
 
 score_scenes = by_itself(scene_scoring)
@@ -159,10 +157,9 @@ def as_result(
     values: dict,
     notes: list[str],
     namer: Namer,
-    samples: PictureSet,
+    look: Look,
     prompts: Prompts,
     settings: dict,
-    started: float,
 ) -> dict:
     where = namer.device
     return {
@@ -172,7 +169,7 @@ def as_result(
         "skipped": {},
         "warnings": notes,
         "features": namer.about,
-        "inputs": {"samples": samples.about(), "prompts": prompts.about},
+        "inputs": {"samples": look.pictures.about(), "prompts": prompts.about},
         "settings": settings,
         "environment": {
             "device": torch.cuda.get_device_name(where) if where.type == "cuda" else "cpu",
@@ -180,5 +177,5 @@ def as_result(
             "versions": versions(DISTRIBUTIONS),
             "date": datetime.date.today().isoformat(),
         },
-        "timings": {"features_seconds": round(time.perf_counter() - started, 3)},
+        "timings": {"features_seconds": round(look.seconds, 3)},
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import time
 
 import torch
 from torch import Tensor
@@ -54,16 +53,15 @@ def caption_scoring(
         )
     if protocol.pretrained:
         notes += unlike_published(protocol, model.about)
-    started = time.perf_counter()
 
     def find(batch: Tensor, first: int) -> dict[str, Tensor | list]:
         texts = model.encode_texts(prompts.texts[first : first + len(batch)], long_prompts)
         return {"cosine": cosines(model.encode_images(batch), texts.features), "truncated": [texts.truncated]}
 
-    found = Rows(find)
-    yield [Look(samples, found, batch_size)]
-    cut = sum(found["truncated"])
-    result = estimate(found["cosine"], cut)
+    look = Look(samples, Rows(find), batch_size)
+    yield [look]
+    cut = sum(look.rows["truncated"])
+    result = estimate(look.rows["cosine"], cut)
     notes += samples.doubts()
     if cut:
         notes.append(f"{cut} prompts are longer than {model.context} tokens and were cut, the end token kept")
@@ -96,5 +94,5 @@ def caption_scoring(
             "versions": versions((*DISTRIBUTIONS, "torchmetrics", "open_clip_torch")),
             "date": datetime.date.today().isoformat(),
         },
-        "timings": {"features_seconds": round(time.perf_counter() - started, 3)},
+        "timings": {"features_seconds": round(look.seconds, 3)},
     }
