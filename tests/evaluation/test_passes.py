@@ -1,6 +1,9 @@
 """One reading for several networks: each picture is decoded once, and every result is the one that it has alone."""
 
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -237,3 +240,42 @@ def test_what_is_kept_is_whole_or_not_there(tmp_path):
     full.write("a.json", 1)
     full.write("b.json", 1)
     assert len(told) == 1 and "nothing is kept, should this run break off" in told[0]
+
+
+TWO_PROCESSES = """
+import sys, torch, torch.distributed as dist
+sys.path.insert(0, {folder!r})
+from pathlib import Path
+from test_passes import METRICS, networks, score, sets_of, PROTOCOLS
+from mhla_diffusion.evaluation import decoding
+from mhla_diffusion.evaluation.metrics.accumulators import FrechetDistance
+rank, decoded, decode = int(sys.argv[1]), [], decoding.decode
+decoding.decode = lambda file, background: decoded.append(file) or decode(file, background)
+dist.init_process_group("gloo", init_method="file://{meeting}", rank=rank, world_size=2)
+folder, extractors = Path({pictures!r}), networks()
+metrics = {{name: FrechetDistance(each) for name, each in extractors.items()}}
+for pictures, real in zip(sets_of(folder), (False, True), strict=True):
+    for batch in pictures.batches(4, start=rank, step=2):
+        for metric in metrics.values():
+            metric.update(batch, real=real)
+found = {{name: metric.compute() for name, metric in metrics.items()}}
+assert len(decoded) == len(set(decoded)) == (11 - rank + 1) // 2 + (9 - rank + 1) // 2
+dist.destroy_process_group()
+if rank == 0:
+    for name, each in extractors.items():
+        whole = score(*sets_of(folder), PROTOCOLS["smoke"], extractor=each, metrics=("fd",), batch_size=4)
+        assert abs(float(found[name]) / whole["values"]["fd"]["unclamped"] - 1) < 1e-5, name
+    print("equal")
+"""
+
+
+def test_two_processes_share_the_pictures_and_each_its_reading(folders):
+    code = TWO_PROCESSES.format(
+        folder=str(Path(__file__).parent), meeting=folders / "meeting", pictures=str(folders)
+    )
+    commands = [[sys.executable, "-c", code, str(rank)] for rank in range(2)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen(command, **pipes) for command in commands]
+    outputs = [process.communicate(timeout=200) for process in running]
+    assert [process.returncode for process in running] == [0, 0], outputs
+    assert outputs[0][0].strip() == "equal"
