@@ -268,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("tuning needs a CUDA device")
+        parser.error("no CUDA device here, which is what is tuned: pass --device cpu to try the program out")
     tune(
         [SHAPES[name] for name in options.shapes],
         options.out,

@@ -120,10 +120,10 @@ def _checked_rope(name: str, rope, x: torch.Tensor, part: Partition, grid: Seque
         raise ValueError(
             f"{name} is no pair of tensors: give (cos, sin), each {wanted} (tokens, head dim / 2), or a GridRope"
         )
-    for part in rope:
-        if tuple(part.shape) != wanted or part.device != x.device:
+    for angles in rope:
+        if tuple(angles.shape) != wanted or angles.device != x.device:
             raise ValueError(
-                f"{name} has shape {tuple(part.shape)} on {part.device}: give (cos, sin), "
+                f"{name} has shape {tuple(angles.shape)} on {angles.device}: give (cos, sin), "
                 f"each {wanted} (tokens, head dim / 2) on {x.device}"
             )
     cos, sin = rope

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,9 +71,6 @@ def sum_over(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.T
     """Differentiable all-reduce; every process of the group calls it with the same shape, dtype and order."""
     group = dist.group.WORLD if group is None else group
     return _SumOver.apply(x, group)
-
-
-Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 class LocalBlocks(NamedTuple):
