@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from ..ops.backends import choose_backend
 from ..ops.partition import grid_partition
 from ..ops.rotation import three_axes
 from ..ops.triton_configs import (
@@ -31,6 +32,7 @@ from .tune_candidates import candidates, kind_of, with_fewer_registers
 __all__ = ["candidates", "stages", "tune"]
 
 SHAPES = {case.name: case for case in CASES}
+TRY = "set TRITON_INTERPRET=1 and pass --device cpu to try the program out"
 DEFAULT = ["wan 480x800x81", "dit 512", "sana 4K", "dit 256"]
 
 
@@ -264,11 +266,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--kernels", nargs="+", help="only these, e.g. summarise dual_query (default: all)")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the program out")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu tries the program out, with TRITON_INTERPRET=1",
+    )
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA device here, which is what is tuned: pass --device cpu to try the program out")
+        parser.error(f"no CUDA device here: {TRY}")
+    try:
+        choose_backend("triton", device, torch.float32, 64)
+    except ValueError:  # on a CPU the kernels run by Triton's interpreter alone
+        parser.error(f"the kernels do not run on a CPU as it is: {TRY}")
     tune(
         [SHAPES[name] for name in options.shapes],
         options.out,

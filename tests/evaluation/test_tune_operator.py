@@ -52,8 +52,13 @@ def test_the_tuning_program_takes_its_options(tmp_path, monkeypatch, capsys):
     assert set(tune_operator.DEFAULT) <= set(tune_operator.SHAPES)
 
 
-def test_tuning_needs_a_gpu(capsys):
-    if not torch.cuda.is_available():
+def test_tuning_needs_a_gpu_or_the_interpreter(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("mhla_diffusion.ops.backends._INTERPRETED", False)
+    for options, message in (
+        ([], "no CUDA device here"),
+        (["--device", "cpu"], "do not run on a CPU as it is"),
+    ):
         with pytest.raises(SystemExit):
-            tune_operator.main([])
-        assert "needs a CUDA device" in capsys.readouterr().err
+            tune_operator.main(options)
+        assert f"{message}: set TRITON_INTERPRET=1" in capsys.readouterr().err
