@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .backends import choose_backend, is_plain_call
-from .replay import on_its_device, replayed
+from .plain_operators import plain_operator
 
 __all__ = ["gated_depthwise", "gated_depthwise_op", "gated_depthwise_reference"]
 
@@ -18,9 +17,7 @@ def gated_depthwise_reference(x: Tensor, weight: Tensor, bias: Tensor | None) ->
     return value * F.silu(gate)
 
 
-@on_its_device
-@replayed
-def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     from .depthwise_kernel import start_gated_depthwise
 
     out = start_gated_depthwise(x, weight, bias)
@@ -29,19 +26,12 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-# Without gradients, hence without autograd's part in Python.
-_LIBRARY = torch.library.Library("mhla_diffusion", "FRAGMENT")
-_LIBRARY.define(
-    "gated_depthwise(Tensor x, Tensor weight, Tensor? bias) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-_LIBRARY.impl("gated_depthwise", _kernel, "CompositeExplicitAutograd")
-torch.library.register_fake(
-    "mhla_diffusion::gated_depthwise",
-    lambda x, weight, bias: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
-    lib=_LIBRARY,
-)
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
 # x `(B, rows, columns, 2C)` -> `(B, rows, columns, C)`, both contiguous or made so.
-gated_depthwise_op = torch.ops.mhla_diffusion.gated_depthwise.default
+gated_depthwise_op = plain_operator("gated_depthwise", _convolve, _fake)
 
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .backends import choose_backend, is_ordinary_call, wants_gradient
+from .plain_operators import differentiable, plain_operator
 from .replay import computed, on_its_device, replayed
 
 __all__ = ["local_convolution", "local_convolution_op", "local_convolution_reference", "weight_gradient_op"]
@@ -38,9 +39,7 @@ def _torch_weight_gradient(x: Tensor, grad: Tensor, depth: int) -> Tensor:
     )
 
 
-@on_its_device
-@replayed
-def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, flipped: bool) -> Tensor:
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, flipped: bool) -> Tensor:
     """x `(B, frames, rows, columns, C)`, weight `(C, 1, 1 or 3, 3, 3)`, bias `(C,)` -> as x, contiguous, in its dtype.
 
     flipped: with the taps in the opposite order, which is the transposed convolution.
@@ -55,17 +54,10 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, flipped: bool) -> Tens
     return x.new_empty(x.shape)
 
 
-# Without gradients, hence without autograd's part in Python.
-_LIBRARY = torch.library.Library("mhla_diffusion", "FRAGMENT")
-_LIBRARY.define(
-    "local_convolution_output(Tensor x, Tensor weight, Tensor? bias, bool flipped) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+_plain_op = plain_operator("local_convolution_output", _convolve, _fake)
+local_convolution_op = torch.library.custom_op(
+    "mhla_diffusion::local_convolution", on_its_device(replayed(_convolve)), mutates_args=()
 )
-_LIBRARY.impl("local_convolution_output", _kernel, "CompositeExplicitAutograd")
-torch.library.register_fake("mhla_diffusion::local_convolution_output", _fake, lib=_LIBRARY)
-_output_op = torch.ops.mhla_diffusion.local_convolution_output.default
-
-local_convolution_op = torch.library.custom_op("mhla_diffusion::local_convolution", _kernel, mutates_args=())
 local_convolution_op.register_fake(_fake)
 
 
@@ -74,10 +66,7 @@ def _taps_last(sums: Tensor, depth: int) -> Tensor:
     return sums.sum(dim=0).t().contiguous().view(-1, 1, depth, 3, 3)
 
 
-@torch.library.custom_op("mhla_diffusion::local_convolution_weight_gradient", mutates_args=())
-@on_its_device
-@replayed
-def weight_gradient_op(x: Tensor, grad: Tensor, depth: int) -> Tensor:
+def _weight_gradient(x: Tensor, grad: Tensor, depth: int) -> Tensor:
     """Sum over tokens n of `grad[n] * x[n + tap]`: float32 `(C, 1, depth, 3, 3)` of two `(B, *grid, C)`."""
     from .local_kernels import start_weight_gradient
 
@@ -90,9 +79,19 @@ def weight_gradient_op(x: Tensor, grad: Tensor, depth: int) -> Tensor:
 _SHAPED = {depth: functools.partial(_taps_last, depth=depth) for depth in (1, 3)}
 
 
-@weight_gradient_op.register_fake
-def _(x: Tensor, grad: Tensor, depth: int) -> Tensor:
+def _fake_weight_gradient(x: Tensor, grad: Tensor, depth: int) -> Tensor:
     return x.new_empty(x.shape[-1], 1, depth, 3, 3, dtype=torch.float32)
+
+
+weight_gradient_op = torch.library.custom_op(
+    "mhla_diffusion::local_convolution_weight_gradient",
+    on_its_device(replayed(_weight_gradient)),
+    mutates_args=(),
+)
+weight_gradient_op.register_fake(_fake_weight_gradient)
+_plain_weight_gradient = plain_operator(
+    "local_convolution_weight_gradient_output", _weight_gradient, _fake_weight_gradient
+)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -104,18 +103,23 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grad):
     """`out[n] = sum of weight[tap] * x[n + tap]`, or x[n - tap] where flipped: each is the other's transpose."""
     x, weight = ctx.saved_tensors
+    further = torch.is_grad_enabled()  # gradients of these gradients
+    convolve, of_weight = (
+        (local_convolution_op, weight_gradient_op) if further else (_plain_op, _plain_weight_gradient)
+    )
     dx = dweight = dbias = None
     if ctx.needs_input_grad[0]:
-        dx = local_convolution_op(grad, weight, None, not ctx.flipped)
+        dx = convolve(grad, weight, None, not ctx.flipped)
     if ctx.needs_input_grad[1]:
         pair = (grad, x) if ctx.flipped else (x, grad)
-        dweight = weight_gradient_op(*pair, weight.shape[2]).to(weight.dtype)
+        dweight = of_weight(*pair, weight.shape[2]).to(weight.dtype)
     if ctx.bias is not None and ctx.needs_input_grad[2]:
         dbias = grad.sum(dim=(0, 1, 2, 3), dtype=torch.float32).to(ctx.bias)
     return dx, dweight, dbias, None
 
 
 local_convolution_op.register_autograd(_backward, setup_context=_setup_context)
+_learning = differentiable(local_convolution_op, _plain_op, _setup_context, _backward)
 
 
 def _setup_weight_gradient(ctx, inputs, output) -> None:
@@ -164,6 +168,6 @@ def local_convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if flat:
         x, weight = x[:, :, None], weight[:, :, None]
-    convolve = local_convolution_op if learning else _output_op
+    convolve = _learning if learning else _plain_op
     out = convolve(x.movedim(1, -1), weight, bias, False).movedim(-1, 1)
     return out[:, :, 0] if flat else out

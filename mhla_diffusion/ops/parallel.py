@@ -133,7 +133,7 @@ def triton_part(
     divide: bool, summary_dtype: torch.dtype | None,
 ) -> torch.Tensor:  # fmt: skip
     """The same in the Triton kernels. The steps around them are part of them when nothing needs a gradient."""
-    from .parallel_registration import block_states, read_states
+    from .parallel_registration import block_states, learning_block_states, learning_read_states, read_states
 
     if summary_dtype is None:
         summary_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
@@ -157,8 +157,11 @@ def triton_part(
             if norm is not None:
                 steps[name], steps[f"{name}_eps"] = norm
     angles = rope or (None, None)
-    state = reduce(block_states(k, v, *angles, space, feature_eps, divide, summary_dtype, **key_steps))
-    out = read_states(
+    states_of, read = (
+        (learning_block_states, learning_read_states) if learning else (block_states, read_states)
+    )
+    state = reduce(states_of(k, v, *angles, space, feature_eps, divide, summary_dtype, **key_steps))
+    out = read(
         q,
         mixing,
         state,

@@ -2,22 +2,25 @@
 
 `mhla_diffusion::block_states` sums the keys and values of a run of tokens by blocks; what comes of it is summed over
 processes outside, by a collective that a compiler can see; `mhla_diffusion::read_states` mixes the sums and reads them
-out with the run's queries. `space` is (frames, rows, columns, blocks on each axis, first token), for the whole grid.
+out with the run's queries. `learning_*` have gradients, the others are the operators of `plain_operators`.
+`space` is (frames, rows, columns, blocks on each axis, first token), for the whole grid.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from .plain_operators import differentiable, plain_operator
 from .registration import _pair
 from .replay import on_its_device
 from .share import LocalBlocks, local_blocks
 
-__all__ = ["block_states", "read_states"]
+__all__ = ["block_states", "learning_block_states", "learning_read_states", "read_states"]
 
 
 def _blocks_of(x: Tensor, space: Sequence[int]) -> LocalBlocks:
@@ -30,9 +33,18 @@ def _count(space: Sequence[int]) -> int:
     return math.prod(space[len(space) // 2 : -1])
 
 
-@torch.library.custom_op("mhla_diffusion::block_states", mutates_args=())
-@on_its_device
-def block_states(
+def _custom(name: str, call, fake):
+    """`call` as a custom operator, which gradients can be registered for."""
+    operator = torch.library.custom_op(f"mhla_diffusion::{name}", on_its_device(call), mutates_args=())
+    operator.register_fake(fake)
+    return operator
+
+
+# Blocks of a run are found anew in each call, by what torch computes: no launches to repeat.
+_plain = functools.partial(plain_operator, repeat=False)
+
+
+def _states(
     k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, space: Sequence[int], feature_eps: float,
     mass: bool, state_dtype: torch.dtype, norm: Tensor | None = None, norm_eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
@@ -60,16 +72,13 @@ def block_states(
     return state.unflatten(2, (key.num_blocks, chunks)).sum(dim=3, dtype=torch.float32).to(state_dtype)
 
 
-@block_states.register_fake
-def _(k, v, cos, sin, space, feature_eps, mass, state_dtype, norm=None, norm_eps=1e-6):
+def _fake_states(k, v, cos, sin, space, feature_eps, mass, state_dtype, norm=None, norm_eps=1e-6):
     batch, _, heads, dim = k.shape
     size = dim * v.shape[-1] + (dim if mass else 0)
     return k.new_empty(batch, heads, _count(space), size, dtype=state_dtype)
 
 
-@torch.library.custom_op("mhla_diffusion::block_states_backward", mutates_args=())
-@on_its_device
-def block_states_backward(
+def _states_gradients(
     grad: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, space: Sequence[int],
     feature_eps: float, mass: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -81,8 +90,7 @@ def block_states_backward(
     )[:2]
 
 
-@block_states_backward.register_fake
-def _(grad, k, v, *rest):
+def _fake_states_gradients(grad, k, v, *rest):
     return k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -92,19 +100,23 @@ def _setup_states(ctx, inputs, output) -> None:
 
 
 def _states_backward(ctx, grad):
-    return *block_states_backward(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 8
+    gradients = _states_gradients_op if torch.is_grad_enabled() else _plain_states_gradients
+    return *gradients(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 8
 
 
-block_states.register_autograd(_states_backward, setup_context=_setup_states)
+_block_states = _custom("block_states", _states, _fake_states)
+_block_states.register_autograd(_states_backward, setup_context=_setup_states)
+_states_gradients_op = _custom("block_states_backward", _states_gradients, _fake_states_gradients)
+_plain_states_gradients = _plain("block_states_backward_plain", _states_gradients, _fake_states_gradients)
+block_states = _plain("block_states_plain", _states, _fake_states)
+learning_block_states = differentiable(_block_states, block_states, _setup_states, _states_backward)
 
 
 def _rows_of(mixing: Tensor, blocks: LocalBlocks) -> Tensor:
     return mixing if blocks.rows is None else mixing.index_select(-2, blocks.rows)
 
 
-@torch.library.custom_op("mhla_diffusion::read_states", mutates_args=())
-@on_its_device
-def read_states(
+def _read(
     q: Tensor, mixing: Tensor, state: Tensor, cos: Tensor | None, sin: Tensor | None, space: Sequence[int],
     value_dim: int, feature_eps: float, denominator_eps: float, divide: bool, out_dtype: torch.dtype,
     query_norm: Tensor | None = None, query_norm_eps: float = 1e-6, norm_weight: Tensor | None = None,
@@ -125,8 +137,7 @@ def read_states(
     )  # fmt: skip
 
 
-@read_states.register_fake
-def _(
+def _fake_read(
     q,
     mixing,
     state,
@@ -144,9 +155,7 @@ def _(
     return q.new_empty(*q.shape[:3], value_dim, dtype=out_dtype)
 
 
-@torch.library.custom_op("mhla_diffusion::read_states_backward", mutates_args=())
-@on_its_device
-def read_states_backward(
+def _read_gradients(
     grad: Tensor, q: Tensor, mixing: Tensor, state: Tensor, cos: Tensor | None, sin: Tensor | None,
     space: Sequence[int], value_dim: int, feature_eps: float, denominator_eps: float, divide: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -165,8 +174,7 @@ def read_states_backward(
     return dq, dmixing, mix(rows.transpose(-1, -2), dmixed, q, value_dim, overwrite=True)
 
 
-@read_states_backward.register_fake
-def _(grad, q, mixing, state, *rest):
+def _fake_read_gradients(grad, q, mixing, state, *rest):
     return q.new_empty(q.shape), mixing.new_empty(mixing.shape), state.new_empty(state.shape)
 
 
@@ -177,7 +185,13 @@ def _setup_read(ctx, inputs, output) -> None:
 
 
 def _read_backward(ctx, grad):
-    return *read_states_backward(grad, *ctx.saved_tensors, *ctx.options), *(None,) * (ctx.inputs - 3)
+    gradients = _read_gradients_op if torch.is_grad_enabled() else _plain_read_gradients
+    return *gradients(grad, *ctx.saved_tensors, *ctx.options), *(None,) * (ctx.inputs - 3)
 
 
-read_states.register_autograd(_read_backward, setup_context=_setup_read)
+_read_states = _custom("read_states", _read, _fake_read)
+_read_states.register_autograd(_read_backward, setup_context=_setup_read)
+_read_gradients_op = _custom("read_states_backward", _read_gradients, _fake_read_gradients)
+_plain_read_gradients = _plain("read_states_backward_plain", _read_gradients, _fake_read_gradients)
+read_states = _plain("read_states_plain", _read, _fake_read)
+learning_read_states = differentiable(_read_states, read_states, _setup_read, _read_backward)

@@ -2,7 +2,7 @@
 
 `mhla_diffusion::mhla_forward` (states form) returns the output and the block states, `mhla_diffusion::mhla_dual`
 (dual form) the output and the denominators; the backward ops reuse them. `mhla_forward_output` and `mhla_dual_output`
-return the output alone and have no gradients: without autograd's part in Python such a call takes the host less time.
+return the output alone and have no gradients. Eager calls take the operators of `plain_operators`.
 The "official" denominator is computed in plain torch around the kernels: it serves weights trained with it, not speed.
 """
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from .dispatch import choose_form
 from .eager import epilogue, features, from_blocks, mask_padding, normalise
 from .partition import Partition, layout_partition
+from .plain_operators import differentiable, plain_operator
 from .replay import computed, on_its_device, replayed
 from .rotation import angle_tables
 from .triton_configs import overridden
@@ -50,31 +51,6 @@ def _sizes_of(table: Tensor | None, layout: Sequence[int] | None) -> tuple[int, 
 
 def _pair(first, second):
     return None if first is None else (first, second)
-
-
-_LIBRARY = torch.library.Library("mhla_diffusion", "FRAGMENT")
-
-
-def _output_only(name: str, call, fake, run=None):
-    """The operator `name` without gradients, with the arguments of `call`, that returns its first result alone.
-
-    run: what computes it, `call` unless given.
-    """
-    run = run or call
-
-    @on_its_device
-    @replayed
-    @functools.wraps(call)
-    def first(*args, **kwargs) -> Tensor:
-        return run(*args, **kwargs)[0]
-
-    arguments, _, _ = torch.library.infer_schema(call, mutates_args=()).partition(" -> ")
-    _LIBRARY.define(f"{name}{arguments} -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, first, "CompositeExplicitAutograd")
-    torch.library.register_fake(
-        f"mhla_diffusion::{name}", lambda *args, **kwargs: fake(*args, **kwargs)[0], lib=_LIBRARY
-    )
-    return getattr(torch.ops.mhla_diffusion, name).default
 
 
 def _forward(
@@ -139,8 +115,12 @@ mhla_forward = torch.library.custom_op(
     "mhla_diffusion::mhla_forward", on_its_device(replayed(_forward)), mutates_args=()
 )
 mhla_forward.register_fake(_fake_forward)
-mhla_forward_output = _output_only(
-    "mhla_forward_output", _forward, _fake_forward, functools.partial(_by_states, overwrite=True)
+mhla_forward_output = plain_operator(
+    "mhla_forward_output",
+    _forward,
+    _fake_forward,
+    run=functools.partial(_by_states, overwrite=True),
+    first=True,
 )
 
 
@@ -165,10 +145,7 @@ def _states_backward(
     return dq, dk, dv, dmixing
 
 
-@torch.library.custom_op("mhla_diffusion::mhla_backward", mutates_args=())
-@on_its_device
-@replayed
-def mhla_backward(
+def _gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, state: Tensor | None,
     query_table: Tensor | None, key_table: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
@@ -189,12 +166,17 @@ def mhla_backward(
     )
 
 
-@mhla_backward.register_fake
-def _(
+def _fake_gradients(
     grad, q, k, v, mixing, state, query_table, key_table, cos, sin, key_cos, key_sin,
     feature_eps, denominator_eps, divide, trusted, query_layout=None, key_layout=None, state_dtype=torch.float32,
 ):  # fmt: skip
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), mixing.new_empty(mixing.shape)
+
+
+mhla_backward = torch.library.custom_op(
+    "mhla_diffusion::mhla_backward", on_its_device(replayed(_gradients)), mutates_args=()
+)
+mhla_backward.register_fake(_fake_gradients)
 
 
 def _no_second_gradients(ctx, *grads):
@@ -205,6 +187,7 @@ def _no_second_gradients(ctx, *grads):
 
 
 mhla_backward.register_autograd(_no_second_gradients)
+_plain_backward = plain_operator("mhla_backward_plain", _gradients, _fake_gradients)
 
 
 def _states_are_small(q: Tensor, k: Tensor, v: Tensor, out: Tensor, state: Tensor) -> bool:
@@ -226,14 +209,18 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, grad_state):
+def _backward(ctx, grad, grad_state=None):
     nothing = (None,) * (ctx.inputs - 4)
     if grad is None:
         return (None,) * ctx.inputs
-    return *mhla_backward(grad, *ctx.saved_tensors, *ctx.options), *nothing
+    gradients = mhla_backward if torch.is_grad_enabled() else _plain_backward
+    return *gradients(grad, *ctx.saved_tensors, *ctx.options), *nothing
 
 
 mhla_forward.register_autograd(_backward, setup_context=_setup_context)
+_learning_forward = differentiable(
+    mhla_forward, plain_operator("mhla_forward_plain", _forward, _fake_forward), _setup_context, _backward
+)
 
 
 def _dual(
@@ -268,13 +255,10 @@ mhla_dual = torch.library.custom_op(
     "mhla_diffusion::mhla_dual", on_its_device(replayed(_dual)), mutates_args=()
 )
 mhla_dual.register_fake(_fake_dual)
-mhla_dual_output = _output_only("mhla_dual_output", _dual, _fake_dual)
+mhla_dual_output = plain_operator("mhla_dual_output", _dual, _fake_dual, first=True)
 
 
-@torch.library.custom_op("mhla_diffusion::mhla_dual_backward", mutates_args=())
-@on_its_device
-@replayed
-def mhla_dual_backward(
+def _dual_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, out: Tensor, den: Tensor,
     query_table: Tensor | None, key_table: Tensor | None,
     cos: Tensor | None, sin: Tensor | None, key_cos: Tensor | None, key_sin: Tensor | None,
@@ -300,12 +284,16 @@ def mhla_dual_backward(
     )
 
 
-@mhla_dual_backward.register_fake
-def _(grad, q, k, v, mixing, *rest):
+def _fake_dual_gradients(grad, q, k, v, mixing, *rest):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), mixing.new_empty(mixing.shape)
 
 
+mhla_dual_backward = torch.library.custom_op(
+    "mhla_diffusion::mhla_dual_backward", on_its_device(replayed(_dual_gradients)), mutates_args=()
+)
+mhla_dual_backward.register_fake(_fake_dual_gradients)
 mhla_dual_backward.register_autograd(_no_second_gradients)
+_plain_dual_backward = plain_operator("mhla_dual_backward_plain", _dual_gradients, _fake_dual_gradients)
 
 
 def _setup_dual(ctx, inputs, output) -> None:
@@ -315,13 +303,17 @@ def _setup_dual(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _dual_backward(ctx, grad, grad_den):
+def _dual_backward(ctx, grad, grad_den=None):
     if grad is None:
         return (None,) * 18
-    return *mhla_dual_backward(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 14
+    gradients = mhla_dual_backward if torch.is_grad_enabled() else _plain_dual_backward
+    return *gradients(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 14
 
 
 mhla_dual.register_autograd(_dual_backward, setup_context=_setup_dual)
+_learning_dual = differentiable(
+    mhla_dual, plain_operator("mhla_dual_plain", _dual, _fake_dual), _setup_dual, _dual_backward
+)
 
 
 def triton_core(
@@ -352,7 +344,7 @@ def triton_core(
     if summary_dtype is None:
         summary_dtype = torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32
     official = normalizer == "official"
-    learning = torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, mixing)])
+    learning = not fused and torch.is_grad_enabled() and any([x.requires_grad for x in (q, k, v, mixing)])
     form = choose_form(form, q, v, rope, normalizer, query, key, summary_dtype.itemsize, learning)
     if form == "dual":
         rope, key_rope = angle_tables(rope, query), angle_tables(key_rope, key)
@@ -366,12 +358,12 @@ def triton_core(
         query.layout, key.layout, summary_dtype,
     )  # fmt: skip
     if form == "dual":
-        out = mhla_dual(*arguments)[0] if learning else mhla_dual_output(*arguments)
+        out = _learning_dual(*arguments) if learning else mhla_dual_output(*arguments)
         if not fused:
             return out
         after = {name: fused.get(name) for name in ("norm_weight", "gate", "gate_bias", "local")}
         return epilogue(out, norm_eps=fused.get("norm_eps"), **after).to(out_dtype)
-    out = mhla_forward(*arguments, **fused)[0] if learning else mhla_forward_output(*arguments, **fused)
+    out = _learning_forward(*arguments) if learning else mhla_forward_output(*arguments, **fused)
     if not official:
         return out
     with torch.autocast(device_type=q.device.type, enabled=False):

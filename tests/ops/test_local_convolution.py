@@ -187,8 +187,9 @@ def test_the_operators_keep_torchs_rules(device):
     x, weight, bias = inputs(device, batch=1, grid=(1, 2, 2), channels=2)
     for flipped in (False, True):
         torch.library.opcheck(local_convolution_op, (x, weight, bias, flipped))
-    torch.library.opcheck(module._output_op, (x.detach(), weight.detach(), bias.detach(), False))
+    torch.library.opcheck(module._plain_op, (x.detach(), weight.detach(), bias.detach(), False))
     torch.library.opcheck(weight_gradient_op, (x, x.detach().cos(), 3))
+    torch.library.opcheck(module._plain_weight_gradient, (x.detach(), x.detach().cos(), 3))
 
 
 def test_torch_takes_over_with_one_warning_where_the_kernels_cannot_run(device, monkeypatch, recwarn):

@@ -6,6 +6,7 @@ import sysconfig
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mhla_diffusion.blocks import block_table
 from mhla_diffusion.mixing import BlockMixing, initial_mixing
@@ -35,6 +36,37 @@ def test_opcheck(device, divide, rope):
     alone = (*detached[1:5], *rest)
     torch.library.opcheck(mhla_forward_output, alone)
     assert torch.equal(mhla_forward_output(*alone), out)
+    torch.library.opcheck(torch.ops.mhla_diffusion.mhla_forward_plain.default, alone)
+    torch.library.opcheck(torch.ops.mhla_diffusion.mhla_backward_plain.default, (*detached, *rest[:-1]))
+
+
+class Seen(TorchDispatchMode):
+    """Names of our operators that run within it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "mhla_diffusion":
+            self.names.add(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("form", "name"), [("states", "mhla"), ("dual", "mhla_dual")])
+def test_an_eager_call_leaves_the_custom_operators_out_and_gives_the_same(make_call, form, name, monkeypatch):
+    """A host spends more time in them than in all else that it does for a call."""
+    call = make_call((6, 4), (3, 2), 8, batch=1, normalizer="none")
+    with Seen() as seen:
+        eager = call.run("triton", form=form)
+    forward = "mhla_forward" if form == "states" else "mhla_dual"
+    assert seen.names == {f"{forward}_plain", f"{name}_backward_plain"}
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with Seen() as seen:
+        custom = call.run("triton", form=form)
+    assert forward in seen.names and f"{forward}_plain" not in seen.names
+    assert eager.keys() == custom.keys()
+    assert all(torch.equal(eager[part], x) for part, x in custom.items())
 
 
 @pytest.mark.parametrize(("grid", "block_grid", "kept"), [((40,), (2,), True), ((10,), (5,), False)])
