@@ -5,7 +5,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 try:
@@ -78,6 +78,24 @@ def locked(folder: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+@contextmanager
+def one_at_a_time(lock: Path) -> Iterator[None]:
+    """A block that only one process of a machine is in at a time, of those that name the same file `lock`.
+
+    The others wait. The file stays, since another process may be waiting for it; a process that is killed gives it up.
+    Where the file system knows no locks, or on Windows, nobody waits.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        if fcntl is not None:
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def alive(process: int) -> bool:

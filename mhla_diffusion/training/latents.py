@@ -6,15 +6,18 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from tqdm import tqdm
+
+from mhla_diffusion.folders import one_at_a_time
 
 from .buckets import Bucket, Captions, PictureSource
 from .checkpoint import write_folder
@@ -23,6 +26,8 @@ from .config import DataConfig
 from .losses import makes_videos
 from .tensor_file import GrowingTensorFile, TensorsInMemory
 from .transfer import fetched, upload
+
+Kept = TypeVar("Kept")
 
 _FORMAT = "1"  # part of every cache key; raise it when the encoding or the layout changes
 
@@ -126,6 +131,32 @@ def _text_digest(base: Path, texts: list[str], length: int) -> str:
     return digest.hexdigest()[:32]
 
 
+def _kept(folder: Path, read: Callable[[Path], Kept], fill: Callable[[Path], None], what: str) -> Kept:
+    """What `read` finds in a folder of the cache, which `fill` makes where there is none, or a broken one.
+
+    Processes that want the same folder wait until the first of them has filled it.
+    """
+
+    def found(warn: bool) -> Kept | None:
+        if not folder.is_dir():
+            return None
+        try:
+            return read(folder)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            if warn:
+                warnings.warn(f"the {what} in {folder} cannot be read ({error}); encoding anew", stacklevel=4)
+            return None
+
+    kept = found(warn=True)  # without the lock: a cache may be one that nobody can write into
+    if kept is None:
+        with one_at_a_time(folder.with_name(f".{folder.name}.lock")):
+            kept = found(warn=False)
+            if kept is None:
+                write_folder(folder, fill)
+                kept = read(folder)
+    return kept
+
+
 def load_or_encode(
     source: PictureSource, parts: Components, config: DataConfig, device: torch.device
 ) -> LatentSet:
@@ -133,29 +164,24 @@ def load_or_encode(
     key = hashlib.sha256(
         f"{_FORMAT}:{_vae_digest(parts.base / 'vae')}:{source.fingerprint}".encode()
     ).hexdigest()[:32]
-    folder = Path(config.cache) / key if config.cache else None
-    if folder is not None and folder.is_dir():
-        try:
-            return _read(folder)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            warnings.warn(f"the latents in {folder} cannot be read ({error}); encoding anew", stacklevel=2)
-    vae = parts.vae.to(device)
     unit = "clip" if makes_videos(parts.transformer) else "picture"
+
+    def encode_into(out: GrowingTensorFile | TensorsInMemory) -> list[Captions]:
+        try:
+            return encode_source(source, parts.vae.to(device), config.encode_batch, out, unit)
+        finally:
+            parts.vae.to("cpu")  # the loop needs the memory; sampling fetches it back
 
     def fill(temporary: Path) -> None:
         with GrowingTensorFile(temporary / "latents.safetensors") as out:
-            captions = encode_source(source, vae, config.encode_batch, out, unit)
+            captions = encode_into(out)
         (temporary / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
 
-    try:
-        if folder is not None:
-            write_folder(folder, fill)
-            return _read(folder)
-        out = TensorsInMemory()
-        captions = encode_source(source, vae, config.encode_batch, out, unit)
-        return _latent_set(out.tensors(), captions)
-    finally:
-        parts.vae.to("cpu")  # the loop needs the memory; sampling fetches it back
+    if config.cache:
+        return _kept(Path(config.cache) / key, _read, fill, "latents")
+    out = TensorsInMemory()
+    captions = encode_into(out)
+    return _latent_set(out.tensors(), captions)
 
 
 @dataclass
@@ -244,18 +270,15 @@ def load_or_embed(
 
     Wan's text encoder has four times the weights of its small transformer.
     """
-    folder = Path(cache) / _text_digest(parts.base, texts, length) if cache else None
-    if folder is not None and folder.is_dir():
-        try:
-            return load_file(folder / "captions.safetensors")["values"]
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
-            warnings.warn(f"the captions in {folder} cannot be read ({error}); encoding anew", stacklevel=2)
-    values = embed_video_captions(parts, texts, length, device).contiguous()
-    if folder is not None:
-        write_folder(
-            folder, lambda temporary: save_file({"values": values}, temporary / "captions.safetensors")
-        )
-    return values
+    if not cache:
+        return embed_video_captions(parts, texts, length, device)
+
+    def fill(temporary: Path) -> None:
+        values = embed_video_captions(parts, texts, length, device).contiguous()
+        save_file({"values": values}, temporary / "captions.safetensors")
+
+    folder = Path(cache) / _text_digest(parts.base, texts, length)
+    return _kept(folder, lambda found: load_file(found / "captions.safetensors")["values"], fill, "captions")
 
 
 def caption_table(

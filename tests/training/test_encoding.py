@@ -1,6 +1,7 @@
 """A data set becomes latents batch by batch: the same numbers as all at once, a bar that counts, clean captions."""
 
 import io
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from diffusers import AutoencoderKLWan
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
+from mhla_diffusion.training import latents as latents_module
 from mhla_diffusion.training.buckets import Bucket, PictureSource
 from mhla_diffusion.training.config import DataConfig
 from mhla_diffusion.training.data import open_source
@@ -97,3 +99,33 @@ def test_clean_captions_are_what_the_pipeline_makes_of_them():
     }  # fmt: skip
     assert all(cleaned(text, True) == prompt_clean(text) for text in texts)
     assert cleaned(" A Cat ", False) == "a cat"
+
+
+FILLS = """
+import sys, time
+from pathlib import Path
+from mhla_diffusion.training.latents import _kept
+
+def fill(folder):
+    (folder / "value").write_text("made")
+    time.sleep(0.5)
+    with open(sys.argv[2], "a") as file:
+        file.write("made\\n")
+
+print(_kept(Path(sys.argv[1]), lambda folder: (folder / "value").read_text(), fill, "latents"))
+"""
+
+
+def test_processes_that_want_the_same_latents_wait_for_the_first(tmp_path):
+    """As twins on several GPUs do: one of them encodes, and none finds a folder that another is just replacing."""
+    command = [sys.executable, "-c", FILLS, str(tmp_path / "cache" / "key"), str(tmp_path / "log")]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate()[0].strip() for process in running] == ["made", "made"]
+    assert (tmp_path / "log").read_text() == "made\n"
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_cache_that_cannot_be_written_to_is_read(tmp_path, monkeypatch):
+    (tmp_path / "key").mkdir()
+    monkeypatch.setattr(latents_module, "one_at_a_time", None)
+    assert latents_module._kept(tmp_path / "key", lambda folder: folder.name, None, "latents") == "key"
