@@ -50,9 +50,7 @@ def number_list(text: str) -> list[int]:
 
 def layer_choice(text: str) -> str | list[int]:
     """Layers as typed: "all", "none", a share such as "2/3", or numbers joined by commas."""
-    if text == "none":
-        return []
-    if text == "all" or "/" in text:
+    if text in ("all", "none") or "/" in text:
         return text
     return number_list(text)
 

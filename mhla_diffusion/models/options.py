@@ -131,8 +131,8 @@ def chosen_layers(layers, num_layers: int) -> list[int] | None:
     """The layers that use MHLA: None for all of them, else sorted indices.
 
     Args:
-        layers: "all" or None; a share such as "2/3", where of every 3 layers the last 2 use MHLA and the others (0, 3,
-            6, ...) do not; or indices.
+        layers: "all" or None; "none"; a share such as "2/3", where of every 3 layers the last 2 use MHLA and the others
+            (0, 3, 6, ...) do not; or indices.
 
     Raises ValueError on anything else.
     """
@@ -140,12 +140,14 @@ def chosen_layers(layers, num_layers: int) -> list[int] | None:
         return None
     if not isinstance(layers, str):
         return check_layers(layers, num_layers)
+    if layers == "none":
+        return []
     match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", layers)
     used, period = map(int, match.groups()) if match else (0, 0)
     if not 0 < used < period:
         raise ValueError(
-            f"layers={layers!r}: give 'all' or a list of layer indices, or a share such as '2/3' (all but layers 0, 3, "
-            "6, ...)"
+            f"layers={layers!r}: give 'all', 'none' or a list of layer indices, or a share such as '2/3' (all but "
+            "layers 0, 3, 6, ...)"
         )
     return [index for index in range(num_layers) if index % period >= period - used]
 

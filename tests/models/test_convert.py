@@ -68,7 +68,8 @@ def test_layers_not_converted_keep_the_stock_attention():
     converted = convert(stock_transformer(num_layers=3), layers=range(1, 3))
     kinds = [isinstance(block.attn1, MHLASanaAttention) for block in converted.transformer_blocks]
     assert kinds == [False, True, True]
-    assert torch.equal(run(convert(stock_transformer(), layers=[])), run(stock_transformer()))
+    for nothing in ([], "none"):
+        assert torch.equal(run(convert(stock_transformer(), layers=nothing)), run(stock_transformer()))
 
 
 def test_the_two_models_share_memory_but_not_their_settings():
@@ -146,7 +147,7 @@ def test_a_lora_made_on_the_stock_model_attaches_fully(tmp_path):
         ({"block_grid": 16}, "two positive integers"),
         ({"block_grid": (2, 2, 2)}, "two positive integers"),
         ({"layers": [0, 2]}, "from 0 to 1"),
-        ({"layers": "half"}, "'all' or a list"),
+        ({"layers": "half"}, "'all', 'none' or a list"),
         ({"layers": 1.5}, "from 0 to 1"),
         ({"mixing_init": "linaer"}, "choose one of linear"),
         ({"local_conv": 4}, "odd kernel size"),

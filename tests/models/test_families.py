@@ -334,7 +334,7 @@ def test_heads_that_cannot_be_turned_in_pairs_are_refused_in_one_line(family):
         ({"mhla_layers": [2]}, "from 0 to 1"),
         ({"mhla_layers": [-1]}, "from 0 to 1"),
         ({"mhla_layers": [0, 0]}, "different layer indices"),
-        ({"mhla_layers": "half"}, "give .all. or a list of layer indices, or a share such as '2/3'"),
+        ({"mhla_layers": "half"}, "give .all., 'none' or a list of layer indices, or a share such as '2/3'"),
         ({"mhla_layers": "0/3"}, "a share such as '2/3'"),
         ({"mhla_layers": "3/3"}, "a share such as '2/3'"),
         ({"mhla_layers": "2/3x"}, "a share such as '2/3'"),
