@@ -27,6 +27,14 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         part.unlink(missing_ok=True)
 
 
+def on_white(image: Image.Image) -> Image.Image:
+    """The picture as RGB; what is transparent in it becomes white, whatever colour is stored there."""
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
 def save_picture(image: Image.Image, path: Path, settings: dict[str, Any], *, beside: bool = True) -> None:
     """Write `path` (a PNG with `settings` inside) and, if `beside`, the same settings as JSON beside it.
 

@@ -1,9 +1,11 @@
 """Videos on disk: mp4, GIF or a folder of frames, each with its settings inside or beside it."""
 
+import errno
 import importlib.util
 import json
 import math
 import numbers
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageSequence
 
-from mhla_diffusion.pipelines.pictures import write_atomically
+from mhla_diffusion.pipelines.pictures import on_white, write_atomically
 
 # Constant quality of H.264: 0 is lossless, 18 looks like the original, 51 is the worst.
 QUALITY = 18
@@ -26,6 +28,7 @@ FASTEST_GIF = 50
 # Outside of these the container cannot hold the rate.
 SLOWEST, FASTEST = 0.01, 1000
 FRAME_NAME = "frame_{:05d}.png"
+FRAME_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}  # of folders that others made, too
 # BT.709, limited range: what players take a video for whose file says so.
 COLOURS = {"colorspace": 1, "color_primaries": 1, "color_trc": 1, "color_range": 1}
 
@@ -44,8 +47,8 @@ def as_frames(video) -> np.ndarray:
 
     Args:
         video: a list of pictures or arrays, or one array, `(F, H, W, 3)`; tensors may have the channels in front,
-            `(F, 3, H, W)`, as Diffusers' "pt" output. One channel is grey. uint8 is taken as it is, floats in [0, 1]
-            are scaled. A batch of one video counts as that video.
+            `(F, 3, H, W)`, as Diffusers' "pt" output. One channel is grey, transparent pictures are put on white. uint8
+            is taken as it is, floats in [0, 1] are scaled. A batch of one video counts as that video.
 
     Raises ValueError for anything else: an empty video, frames of different sizes, a batch of several videos, other
     numbers of channels, and values that are not finite or outside [0, 1], with the first such frame.
@@ -76,7 +79,7 @@ def as_frames(video) -> np.ndarray:
 def array_of(frame) -> np.ndarray:
     """An array with channels last, of a picture, an array, or a tensor with its channels in front or last."""
     if isinstance(frame, Image.Image):
-        return np.asarray(frame.convert("RGB"))
+        return np.asarray(on_white(frame))
     if hasattr(frame, "detach"):
         frame = frame.detach().cpu()
         if frame.is_floating_point():
@@ -239,6 +242,8 @@ def write_mp4(frames: np.ndarray, path: Path, fps: float, settings: dict[str, An
     try:
         write_atomically(path, encode)
     except av.error.FFmpegError as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise  # the disk's fault, and told as such
         height, width = frames.shape[1:3]
         raise ValueError(f"{path}: H.264 does not take frames of {height} x {width} ({error})") from error
 
@@ -284,7 +289,10 @@ def write_folder(frames: np.ndarray, path: Path, fps: float, settings: dict[str,
 
 
 def read_video(path: str | Path) -> Video:
-    """Read a video that `save_video` wrote, or another mp4 or GIF. Raises ValueError when it cannot be read."""
+    """Read a video that `save_video` wrote, another mp4 or GIF, or a folder of numbered pictures, upright.
+
+    Raises ValueError when it cannot be read.
+    """
     path = Path(path)
     if path.is_dir():
         return read_folder(path)
@@ -292,10 +300,14 @@ def read_video(path: str | Path) -> Video:
         return read_gif(path)
     with opened(path) as (container, stream):
         settings = parsed(container.metadata.get("comment"))
-        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(stream)])
+        frames = np.stack([upright(frame) for frame in container.decode(stream)])
         fps = rate_of(stream)
-    own = measures(settings)
-    return Video(frames[:, : own.get("height"), : own.get("width")], fps, settings)
+    own, sides = measures(settings), frames.shape[1:3]
+    stored = own.get("height"), own.get("width")
+    # Tools that change a video's size keep its comment.
+    if all(side in (found, found - 1) for side, found in zip(stored, sides, strict=True)):
+        frames = frames[:, : stored[0], : stored[1]]
+    return Video(frames, fps, settings)
 
 
 @contextmanager
@@ -316,6 +328,11 @@ def opened(path: Path) -> Iterator[tuple]:
         raise ValueError(f"{path} cannot be read as a video ({' '.join(str(error).split())})") from error
 
 
+def upright(frame) -> np.ndarray:
+    """uint8 `(H, W, 3)` of a frame of PyAV as players show it: a phone stores how it was held beside the frames."""
+    return np.rot90(frame.to_ndarray(format="rgb24"), round(getattr(frame, "rotation", 0) / 90))
+
+
 def rate_of(stream) -> float:
     """Frames a second of a stream of PyAV; ValueError where the file tells none."""
     rate = stream.average_rate or stream.guessed_rate
@@ -330,7 +347,7 @@ def read_gif(path: Path) -> Video:
             settings = parsed(image.info.get("comment"))
             images, ends = [], [0]
             for frame in ImageSequence.Iterator(image):
-                images.append(np.asarray(frame.convert("RGB")))
+                images.append(np.asarray(on_white(frame)))
                 # Browsers show frames without a duration for a tenth of a second.
                 ends.append(ends[-1] + (frame.info.get("duration") or 100))
     except OSError as error:
@@ -345,9 +362,11 @@ def read_gif(path: Path) -> Video:
 
 
 def read_folder(path: Path) -> Video:
-    names = sorted(path.glob("frame_*.png"))
+    names = [name for name in path.iterdir() if name.suffix.lower() in FRAME_SUFFIXES]
     if not names:
-        raise ValueError(f"{path} holds no frames: they are called {FRAME_NAME.format(0)} and so on")
+        raise ValueError(f"{path} holds no frames: number them, as {FRAME_NAME.format(0)} or 1.jpg and so on")
+    # By the numbers in their names, so that 10.jpg comes after 9.jpg.
+    names.sort(key=lambda name: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name.name)])
     stored = path / "settings.json"
     settings = parsed(stored.read_bytes()) if stored.is_file() else None
     frames = stacked([Image.open(name) for name in names])

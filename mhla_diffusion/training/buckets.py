@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
+from mhla_diffusion.pipelines.pictures import on_white
+
 Captions = list[list[str]]  # per picture: one or several captions, one of which is drawn each time
 
 
@@ -49,15 +51,14 @@ def nearest_bucket(height: int, width: int, sizes: list[tuple[int, int]]) -> int
 def read_picture(path: Path, height: int, width: int) -> np.ndarray:
     """uint8 `(3, height, width)`: upright, on white where transparent, scaled to cover and cut to the centre."""
     with Image.open(path) as image:
-        image = ImageOps.exif_transpose(image)
-        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        image = ImageOps.fit(image.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
+        image = on_white(ImageOps.exif_transpose(image))
+        image = ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
     return np.asarray(image).transpose(2, 0, 1)
 
 
-def warn_unreadable(paths: list[Path], what: str = "unreadable pictures") -> None:
+def warn_unreadable(paths: list[Path], what: str = "unreadable pictures", why: str = "") -> None:
+    """`why`: what is wrong with the first of them."""
     if paths:
         names = ", ".join(str(path) for path in paths[:10]) + (", ..." if len(paths) > 10 else "")
-        warnings.warn(f"{len(paths)} {what} are left out: {names}", stacklevel=3)
+        reason = f" (the first: {why})" if why else ""
+        warnings.warn(f"{len(paths)} {what} are left out: {names}{reason}", stacklevel=3)

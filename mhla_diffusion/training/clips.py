@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from mhla_diffusion.pipelines.videos import check_encoder, opened, rate_of, read_video
+from mhla_diffusion.pipelines.videos import Video, check_encoder, opened, rate_of, read_video, upright
 
 from .buckets import Bucket, PictureSource, nearest_bucket, read_picture, warn_unreadable
 from .config import DataConfig
@@ -49,6 +50,10 @@ def frames_at(count: int, own: float, fps: float) -> int:
     return count if not fps else math.floor((count - 1) / own * fps + 1e-6) + 1
 
 
+def measures_of(video: Video, fps: float) -> Measures:
+    return Measures(frames_at(len(video.frames), video.fps, fps), *video.frames.shape[1:3])
+
+
 def measured(path: Path, fps: float) -> Measures:
     """Of a video, a GIF, a folder of frames or a picture; no frame but the first is decoded."""
     if is_picture(path):
@@ -56,23 +61,17 @@ def measured(path: Path, fps: float) -> Measures:
             image = ImageOps.exif_transpose(image)
             return Measures(1, image.height, image.width)
     if in_memory(path):
-        video = read_video(path)
-        return Measures(frames_at(len(video.frames), video.fps, fps), *video.frames.shape[1:3])
+        return measures_of(read_video(path), fps)
     with opened(path) as (container, stream):
         own, count = rate_of(stream), stream.frames
         first = next(container.decode(stream), None)
         if first is None:
             raise ValueError("none of its pictures can be decoded")
-        height, width = upright(first.to_ndarray(format="rgb24"), first).shape[:2]
+        height, width = upright(first).shape[:2]
     if not count:
         with opened(path) as (container, stream):
             count = sum(packet.size > 0 for packet in container.demux(stream))
     return Measures(frames_at(count, own, fps), height, width)
-
-
-def upright(array: np.ndarray, frame) -> np.ndarray:
-    """The frame as players show it: a phone stores how it was held beside the frames."""
-    return np.rot90(array, round(getattr(frame, "rotation", 0) / 90))
 
 
 def fitted(array: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -89,11 +88,13 @@ def read_clip(path: Path, size: tuple[int, int, int], fps: float) -> np.ndarray:
     count, height, width = size
     if is_picture(path):
         return read_picture(path, height, width)[:, None]
-    first = (measured(path, fps).frames - count) // 2
+    whole = read_video(path) if in_memory(path) else None
+    found = measured(path, fps) if whole is None else measures_of(whole, fps)
+    first = (found.frames - count) // 2
     wanted = [(first + i) / (fps or 1) for i in range(count)]  # seconds, or numbers of frames
     kept: list[np.ndarray] = []
     previous = None  # the frame that is shown until the next one
-    for at, array in shown(path, fps):
+    for at, array in shown(path, fps) if whole is None else played(whole, fps):
         while len(kept) < count and at > wanted[len(kept)] + 1e-6:
             kept.append(fitted(previous, height, width))
         if len(kept) == count:
@@ -104,13 +105,14 @@ def read_clip(path: Path, size: tuple[int, int, int], fps: float) -> np.ndarray:
     return np.stack(kept).transpose(3, 0, 1, 2)
 
 
-def shown(path: Path, fps: float):
+def played(video: Video, fps: float) -> Iterator[tuple[float, np.ndarray]]:
+    """As `shown`, of a video in memory."""
+    for index, array in enumerate(video.frames):
+        yield (index / video.fps if fps else index), array
+
+
+def shown(path: Path, fps: float) -> Iterator[tuple[float, np.ndarray]]:
     """(when, frame) in order: seconds from the first frame, or its number when all frames are taken."""
-    if in_memory(path):
-        video = read_video(path)
-        for index, array in enumerate(video.frames):
-            yield (index / video.fps if fps else index), array
-        return
     with opened(path) as (container, stream):
         stream.thread_type = "AUTO"
         start, seen, reached = None, 0, 0.0
@@ -119,7 +121,7 @@ def shown(path: Path, fps: float):
             start = time if start is None else start
             # By its time as well: some files count frames that only repeat the one before.
             seen, reached = index + 1, (time - start) * rate_of(stream) + 1
-            yield (time - start if fps else index), upright(frame.to_ndarray(format="rgb24"), frame)
+            yield (time - start if fps else index), upright(frame)
         if (
             max(seen, reached) if fps else seen
         ) < WHOLE * stream.frames:  # decoding with threads may end there without an error
@@ -168,14 +170,15 @@ def open_videos(config: DataConfig, latent_factor: int, frame_factor: int) -> Pi
     sizes = check_sizes(config, latent_factor, frame_factor)
     members: list[list[tuple[Path, list[str]]]] = [[] for _ in sizes]
     digest = hashlib.sha256(json.dumps([sizes, config.fps, config.template]).encode())
-    unreadable, short = [], []
+    unreadable, short, why = [], [], ""
     for path, captions in list_pictures(root, config.template, videos=True):
         if not is_picture(path) and not in_memory(path):
             check_encoder()  # or its absence would pass for a broken file
         try:
             bucket = nearest_size(measured(path, config.fps), sizes)
-        except UNREADABLE:
+        except UNREADABLE as error:
             unreadable.append(path)
+            why = why or str(error)
             continue
         if bucket is None:
             short.append(path)
@@ -188,7 +191,7 @@ def open_videos(config: DataConfig, latent_factor: int, frame_factor: int) -> Pi
             f"none of the {len(left_out)} videos in {root} can be used, first {left_out[0]}; give mp4 files, and "
             "sizes of fewer frames in data.sizes"
         )
-    warn_unreadable(unreadable, "unreadable videos")
+    warn_unreadable(unreadable, "unreadable videos", why)
     warn_unreadable(short, f"videos of fewer than {min(size[0] for size in sizes)} frames")
     buckets = [
         video_bucket(size, group, config.fps) for size, group in zip(sizes, members, strict=True) if group
@@ -198,14 +201,15 @@ def open_videos(config: DataConfig, latent_factor: int, frame_factor: int) -> Pi
 
 def video_bucket(size: tuple[int, int, int], group: list[tuple[Path, list[str]]], fps: float) -> Bucket:
     def read(indices: list[int]) -> tuple[torch.Tensor, list[int]]:
-        clips, kept, unreadable = [], [], []
+        clips, kept, unreadable, why = [], [], [], ""
         for index in indices:
             try:
                 clips.append(read_clip(group[index][0], size, fps))
                 kept.append(index)
-            except UNREADABLE:
+            except UNREADABLE as error:
                 unreadable.append(group[index][0])
-        warn_unreadable(unreadable, "unreadable videos")
+                why = why or str(error)
+        warn_unreadable(unreadable, "unreadable videos", why)
         stacked = np.stack(clips) if clips else np.empty((0, 3, *size), np.uint8)
         return torch.from_numpy(stacked), kept
 

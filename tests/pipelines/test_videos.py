@@ -1,6 +1,7 @@
 """Videos on disk: what goes in comes out, with its settings, and what cannot be shown is refused by frame."""
 
 import json
+import subprocess
 import sys
 
 import numpy as np
@@ -196,6 +197,34 @@ def test_a_video_is_replaced_whole_or_not_at_all(tmp_path):
         save_video(too_wide, path, settings={"seed": 2})
     assert path.read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "a.mp4"]
+
+
+def test_a_full_disk_is_not_blamed_on_the_size(tmp_path):
+    """As many bytes as a process may write stand for those that a disk has left."""
+    script = (
+        "import resource, sys, numpy as np; from mhla_diffusion.pipelines.videos import save_video; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (900, 900)); "
+        "save_video(np.random.default_rng(0).integers(0, 255, (4, 64, 64, 3)).astype(np.uint8), sys.argv[1])"
+    )
+    run = subprocess.run([sys.executable, "-c", script, tmp_path / "a.mp4"], capture_output=True, text=True)
+    assert run.returncode == 1 and "File too large" in run.stderr and "H.264" not in run.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_video_that_a_tool_has_scaled_is_read_whole(tmp_path):
+    """ffmpeg keeps the comment, which then names a size that the video no longer has."""
+    import av
+
+    save_video(flat(6, 33, 47), tmp_path / "a.mp4", settings=SETTINGS)
+    with av.open(str(tmp_path / "a.mp4")) as source, av.open(str(tmp_path / "b.mp4"), "w") as target:
+        target.metadata["comment"] = source.metadata["comment"]
+        stream = target.add_stream("libx264", rate=16)
+        stream.height, stream.width, stream.pix_fmt = 80, 96, "yuv420p"
+        for frame in source.decode(video=0):
+            target.mux(stream.encode(frame.reformat(96, 80)))
+        target.mux(stream.encode())
+    assert read_video(tmp_path / "b.mp4").frames.shape == (6, 80, 96, 3)
+    assert read_video(tmp_path / "a.mp4").frames.shape == (6, 33, 47, 3)
 
 
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path):

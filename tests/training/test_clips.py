@@ -9,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from mhla_diffusion.pipelines.videos import save_video
+from mhla_diffusion.pipelines.videos import read_video, save_video
+from mhla_diffusion.training import clips as clips_module
 from mhla_diffusion.training.clips import Measures, measured, nearest_size, open_videos, read_clip
 from mhla_diffusion.training.config import DataConfig
 from mhla_diffusion.training.data import open_source
@@ -71,6 +72,7 @@ def test_a_video_is_read_as_it_was_held(tmp_path):
         clip = read_clip(path, (1, 32, 16), 0)[:, 0]
         bright, dark = (clip[:, :8], clip[:, 8:]) if edge == "top" else (clip[:, -8:], clip[:, :-8])
         assert bright[:, 1:-1].min() > 230 and dark[:, 2:-2].max() < 20
+        assert np.array_equal(read_video(path).frames[1, :, :].transpose(2, 0, 1), clip)
 
 
 def test_the_longest_bucket_that_is_filled_and_then_the_nearest_shape():
@@ -132,6 +134,7 @@ def test_what_cannot_be_used_is_named(tmp_path):
     said = " ".join(str(warning.message) for warning in caught)
     assert "3 unreadable videos are left out" in said
     assert all(name in said for name in ("broken.mp4", "text.mp4", "empty.mkv"))
+    assert "(the first: " in said and "broken.mp4 cannot be read as a video" in said
     assert "1 videos of fewer than 5 frames are left out" in said and "short.mp4" in said
     assert len(bucket.captions) == 1
     (tmp_path / "good.mp4").write_bytes(b"gone")
@@ -170,3 +173,37 @@ def test_faults_of_the_recipe_are_named_with_what_to_write(tmp_path):
         open_source(config(tmp_path / "nowhere", [[5, 16, 16]]), 8, 0, frame_factor=4)
     with pytest.raises(ValueError, match="holds no videos with captions"):
         open_videos(config(tmp_path, [[5, 16, 16]]), 8, 4)
+
+
+def test_what_is_transparent_is_white_in_videos_as_in_pictures(tmp_path):
+    frames = []
+    for shift in range(5):
+        pixels = np.zeros((16, 24, 4), np.uint8)  # black where nothing is seen of it
+        pixels[4:12, shift : shift + 8] = (200, 0, 0, 255)
+        frames.append(Image.fromarray(pixels))
+    frames[0].save(
+        tmp_path / "a.gif", save_all=True, append_images=frames[1:], duration=100, disposal=2, loop=0
+    )
+    (tmp_path / "frames").mkdir()
+    for number, frame in enumerate(frames):
+        frame.save(tmp_path / "frames" / f"{number}.png")
+    frames[0].save(tmp_path / "still.png")
+    for name in ("a.gif", "frames", "still.png"):
+        clip = read_clip(tmp_path / name, (1, 16, 24), 0)
+        assert (clip[:, :, 0, 0] == 255).all() and clip[0].min() >= 200 and clip[1].min() == 0
+
+
+def test_a_folder_of_others_frames_is_read_in_the_order_of_their_numbers(tmp_path):
+    (tmp_path / "own").mkdir()
+    for number, frame in enumerate(counting(12), 1):
+        Image.fromarray(frame).save(tmp_path / "own" / f"{number}.PNG", format="PNG")
+    (tmp_path / "own" / "notes.txt").write_text("not a frame")
+    assert numbers(read_clip(tmp_path / "own", (12, 16, 24), 0)) == list(range(12))
+
+
+@pytest.mark.parametrize("name", ["a.gif", "frames"])
+def test_a_video_in_memory_is_read_once(tmp_path, monkeypatch, name):
+    path = save_video(counting(9), tmp_path / name, fps=8)
+    reads = []
+    monkeypatch.setattr(clips_module, "read_video", lambda path: reads.append(path) or read_video(path))
+    assert numbers(read_clip(path, (5, 16, 24), 0)) == [2, 3, 4, 5, 6] and reads == [path]
