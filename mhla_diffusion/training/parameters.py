@@ -66,7 +66,7 @@ def listed(parameters: dict[str, nn.Parameter]) -> str:
     """The parameters in few words: each module once, with `*` for the layers' numbers, and how many tensors it has."""
     counts: dict[str, int] = {}
     for name in parameters:
-        module = re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0] or name, count=1)
+        module = re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0] or name, count=1)
         counts[module] = counts.get(module, 0) + 1
     return ", ".join(f"{module} ({count})" for module, count in counts.items())
 

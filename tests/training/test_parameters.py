@@ -8,6 +8,7 @@ from mhla_diffusion.training.config import OptimizerConfig
 from mhla_diffusion.training.parameters import (
     build_optimizer,
     decays,
+    listed,
     parameter_groups,
     schedule_factor,
     trainable,
@@ -118,3 +119,9 @@ def test_schedules():
     assert schedule_factor(cosine, 0, 0, 100) == 1.0
     assert schedule_factor(cosine, 50, 0, 100) == pytest.approx(0.55)
     assert schedule_factor(cosine, 100, 0, 100) == pytest.approx(0.1)
+
+
+def test_parameters_of_all_layers_are_listed_once():
+    """Also one that a layer itself holds, as Wan's `scale_shift_table`."""
+    names = ["table", "blocks.0.scale", "blocks.1.scale", "blocks.0.norm.weight", "blocks.10.ff.0.weight"]
+    assert listed(dict.fromkeys(names)) == "table (1), blocks.* (2), blocks.*.norm (1), blocks.*.ff.0 (1)"
