@@ -168,12 +168,12 @@ def run_protocol(args: argparse.Namespace) -> int:
             progress=bar.update,
         )
     note_drawing(result, args.samples)
-    write_result(result, Path(args.out))
     for line in as_lines(result):
         print(line)
     skipped = [f"{metric} is left out: {why}" for metric, why in result["skipped"].items()]
     for note in result["warnings"] + skipped:
         print(f"mhla: {note}", file=sys.stderr)
+    write_result(result, Path(args.out))
     print(f"{args.out} written")
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from .faults import ReferenceMismatch
@@ -22,8 +23,10 @@ def read_result(path: Path) -> dict:
         if not isinstance(found["protocol"], str) or found["schema_version"] != 1:
             raise ValueError(f"schema {found['schema_version']} of {found['protocol']!r}")
         for metric, row in found["values"].items():
-            if not isinstance(row["value"], int | float):
+            number = isinstance(row["value"], int | float) and not isinstance(row["value"], bool)
+            if not (number and math.isfinite(row["value"])):
                 raise ValueError(f"{metric} is {row['value']!r}")
+        basis(found), weights_of(found)  # which a file of another shape breaks
     except UnicodeDecodeError:  # its words hold the whole file
         raise ValueError(f"{path} is no JSON: give what mhla eval run wrote") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

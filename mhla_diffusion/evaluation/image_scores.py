@@ -314,8 +314,14 @@ def environment(extractor: Extractor) -> dict:
 
 
 def write_result(result: dict, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, lambda file: file.write((json.dumps(result, indent=1) + "\n").encode()))
+    """Write it as JSON. Raises OSError, which names the file, where that cannot be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write((json.dumps(result, indent=1) + "\n").encode()))
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written ({error.strerror}): make room for it and run the same again"
+        ) from None
 
 
 TITLES = {"fd": "FD", "sfd": "sFD", "kid": "KID", "inception_score": "IS", "cmmd": "CMMD"}

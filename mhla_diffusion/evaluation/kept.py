@@ -35,13 +35,19 @@ class Kept:
         """What differs in the runs that left something beside, the names of `decides`."""
         found = set()
         for path in self.above.glob(f"*/{DECIDES}"):
-            if path.parent != self.folder:
-                theirs = json.loads(path.read_text(encoding="utf-8"))
-                found |= {
-                    name
-                    for name in self.decides.keys() | theirs
-                    if theirs.get(name) != self.decides.get(name)
-                }
+            if path.parent == self.folder:
+                continue
+            try:
+                theirs = dict(json.loads(path.read_text(encoding="utf-8")))
+            except (
+                OSError,
+                ValueError,
+                TypeError,
+            ):  # just removed by a run that ended, or left empty by a power cut
+                continue
+            found |= {
+                name for name in self.decides.keys() | theirs if theirs.get(name) != self.decides.get(name)
+            }
         return sorted(found)
 
     def write(self, name: str, value: Any) -> None:
@@ -59,7 +65,7 @@ class Kept:
         except OSError as error:
             self.full = True
             self.say(
-                f"nothing is kept, should this run break off: {self.folder} cannot be written ({error.strerror})"
+                f"nothing more is kept, should this run break off: {self.folder} cannot be written ({error.strerror})"
             )
 
     def _write(self, name: str, value: Any) -> None:
@@ -69,7 +75,11 @@ class Kept:
             return
         import torch
 
-        write_atomically(self.folder / name, lambda file: torch.save(value, file))
+        try:
+            write_atomically(self.folder / name, lambda file: torch.save(value, file))
+        except RuntimeError as error:
+            # What breaks the writing, as a full disk or Ctrl-C, torch replaces by a complaint about positions.
+            raise error.__context__ or error from None
 
     def read(self, name: str) -> Any | None:
         """What was kept under a name, tensors on the CPU; None where there is nothing, or nothing that can be read."""

@@ -60,6 +60,10 @@ def test_a_protocols_file_is_told_from_the_scorer_of_its_name(tmp_path, capsys):
         b'{"values": {"fd": 3}, "schema_version": 1, "protocol": "x"}',
         b'{"values": [1], "schema_version": 1, "protocol": "x"}',
         b'{"values": {}, "schema_version": 9, "protocol": "x"}',
+        b'{"values": {"fd": {"value": NaN}}, "schema_version": 1, "protocol": "x"}',
+        b'{"values": {"fd": {"value": true}}, "schema_version": 1, "protocol": "x"}',
+        b'{"values": {}, "schema_version": 1, "protocol": "x", "parts": [1]}',
+        b'{"values": {}, "schema_version": 1, "protocol": "x", "features": []}',
     ],
 )
 def test_what_is_no_result_is_one_short_line(tmp_path, capsys, content):

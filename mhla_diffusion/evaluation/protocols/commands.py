@@ -149,15 +149,16 @@ def run_file(args: argparse.Namespace) -> int:
             result["grid"] = "grid.png"
         except (ValueError, OSError) as error:  # the numbers are there, and a grid is no part of them
             result["warnings"].append(f"no grid.png: {error}")
-    write_result(result, out / "result.json")
-    write_markdown(result, out / "result.md")
-    if status == 0:
-        forget(inputs.unfinished)
+    # Before the files, which a full disk may refuse.
     for line in as_lines(result):
         print(line)
     left_out = [f"{name} is left out: {why}" for name, why in result["skipped"].items()]
     for note in result["warnings"] + left_out:
         print(f"mhla: {note}", file=sys.stderr)
+    write_result(result, out / "result.json")
+    write_markdown(result, out / "result.md")
+    if status == 0:
+        forget(inputs.unfinished)
     print(f"{out / 'result.json'} written, with result.md" + (" and grid.png" if "grid" in result else ""))
     if inputs.unfinished.is_dir():
         print(

@@ -39,7 +39,7 @@ def unfinished(
 
 
 def decides(protocol: Protocol, inputs: Inputs, parts: dict[str, Part]) -> dict[str, Any]:
-    """The protocol, the settings, and sha256 of every file that is read."""
+    """The protocol, the settings, and sha256 of every file that is read, the program's own among them."""
     from ..emoji_world.scenes import LIST
 
     known = [scorers()[part.scorer] for part in parts.values()]
@@ -61,7 +61,15 @@ def decides(protocol: Protocol, inputs: Inputs, parts: dict[str, Part]) -> dict[
         "mixed sizes": inputs.mixed_sizes,
         "device": device_of(inputs.device),
         "versions": versions(PACKAGES),
+        "program": program(),
     }
+
+
+def program() -> str:
+    """sha256 of this package's sources: of a checkout that changes, the release says too little."""
+    folder = Path(__file__).resolve().parents[2]
+    sources = sorted(folder.rglob("*.py"))
+    return digest_of(folder, sources, len(sources))
 
 
 def contents_of(source: str | None, kind: str | None = None, limit: int | None = None) -> str | None:

@@ -64,10 +64,10 @@ def run_text_image(args: argparse.Namespace, protocol: TextImageProtocol, opened
             progress=bar.update,
         )
     note_drawing(result, args.samples)
-    write_result(result, out)
     for line in as_lines(result):
         print(line)
     for note in result["warnings"]:
         print(f"mhla: {note}", file=sys.stderr)
+    write_result(result, out)
     print(f"{args.out} written")
     return 0

@@ -1,6 +1,8 @@
 """Runs that break off: what they leave, who takes it up, and that a picture is read once for all parts."""
 
 import dataclasses
+import errno
+import io
 import shutil
 import signal
 import subprocess
@@ -13,11 +15,11 @@ from PIL import Image
 from protocol_files import protocol, result
 
 from mhla_diffusion.cli import main
-from mhla_diffusion.evaluation import decoding, passes
-from mhla_diffusion.evaluation.protocols import runner
+from mhla_diffusion.evaluation import decoding, image_scores, kept, passes
+from mhla_diffusion.evaluation.protocols import runner, unfinished
 from mhla_diffusion.evaluation.protocols.files import load_protocol
 from mhla_diffusion.evaluation.protocols.inputs import Inputs
-from mhla_diffusion.pipelines.pictures import save_picture
+from mhla_diffusion.pipelines.pictures import save_picture, write_atomically
 from mhla_diffusion.pipelines.videos import save_video
 
 THREE = (
@@ -171,10 +173,79 @@ def test_a_killed_run_leaves_nothing_half_written(folders, decoder, capsys):
     assert numbers(result(folders)) == numbers(expected)
 
 
+class Refusing(io.BytesIO):
+    """A file that takes a few bytes, and then raises."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+
+    def write(self, data):
+        if self.tell() + len(data) > 1000:
+            raise self.fault
+        return super().write(data)
+
+
+@pytest.fixture
+def refusing(monkeypatch):
+    """Makes every file of a name's end raise while it is written."""
+
+    def refuse(ending, fault):
+        def write(path, write, whole=write_atomically):
+            return write(Refusing(fault)) if path.name.endswith(ending) else whole(path, write)
+
+        monkeypatch.setattr(kept, "write_atomically", write)
+        monkeypatch.setattr(image_scores, "write_atomically", write)
+
+    return refuse
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_disk_without_room_for_what_is_kept_costs_no_numbers(folders, refusing, capsys):
+    assert run(folders, text=TWO) == 0
+    expected = result(folders)
+    refusing(".pt", FULL)  # of which torch says "unexpected pos"
+    assert run(folders, text=TWO) == 0
+    said = "nothing more is kept, should this run break off: "
+    err = capsys.readouterr().err
+    assert err.count(said) == 1 and "cannot be written (No space left on device)" in err
+    assert numbers(result(folders)) == numbers(expected)
+
+
+def test_ctrl_c_while_something_is_kept_is_one(folders, refusing, capsys):
+    refusing(".pt", KeyboardInterrupt())
+    assert run(folders, text=TWO) == 130
+    assert "failed" not in capsys.readouterr().err
+
+
+def test_numbers_are_told_before_they_are_written(folders, refusing, capsys):
+    refusing("result.json", FULL)
+    assert run(folders, text=TWO) == 2
+    out, err = capsys.readouterr()
+    assert "precision" in out and "clip_score" in out and "written" not in out
+    assert err.endswith(
+        "result.json cannot be written (No space left on device): make room for it and run the same again\n"
+    )
+    refusing("nothing", FULL)
+    assert run(folders, text=TWO) == 0  # and not computed again
+    assert result(folders)["timings"]["taken_up"]["parts"] == ["smoke", "clip_score"]
+
+
+def test_a_file_that_a_power_cut_left_empty_is_passed_over(folders, decoder, capsys):
+    decoder.breaks_at(15, interrupt)
+    assert run(folders, text=TWO) == 130
+    (decides,) = (folders / "out" / "unfinished").glob("*/decides.json")
+    decides.write_text("")
+    (decides.parent / "smoke.json").write_text("")
+    decoder.breaks_at(None, None)
+    assert run(folders, "--seed", 3, text=TWO) == 0
+    assert "is of a run with other" not in capsys.readouterr().err
+
+
 def test_metrics_that_are_there_are_not_computed_again(folders, decoder, monkeypatch, capsys):
     """Precision of 50,000 pictures takes minutes after all of them were read."""
-    from mhla_diffusion.evaluation import image_scores
-
     computed, precision_recall = [], image_scores.precision_recall
 
     def interrupted(*args, **options):
@@ -249,11 +320,20 @@ def test_other_releases_take_nothing_up(folders, decoder, monkeypatch, capsys):
     decoder.breaks_at(15, interrupt)
     assert run(folders, text=TWO) == 130
     decoder.breaks_at(None, None)
-    monkeypatch.setattr(
-        "mhla_diffusion.evaluation.protocols.unfinished.versions", lambda names: {"torch": "99.0"}
-    )
+    monkeypatch.setattr(unfinished, "versions", lambda names: {"torch": "99.0"})
     assert run(folders, text=TWO) == 0
     assert "is of a run with other versions" in capsys.readouterr().err
+
+
+def test_another_state_of_the_checkout_takes_nothing_up(folders, decoder, monkeypatch, capsys):
+    decoder.breaks_at(15, interrupt)
+    assert run(folders, text=TWO) == 130
+    decoder.breaks_at(None, None)
+    own = unfinished.program()
+    assert len(own) == 64
+    monkeypatch.setattr(unfinished, "program", lambda: own[::-1])
+    assert run(folders, text=TWO) == 0
+    assert "is of a run with other program:" in capsys.readouterr().err
 
 
 def test_the_same_command_computes_a_part_that_failed(folders, decoder, monkeypatch, capsys):
