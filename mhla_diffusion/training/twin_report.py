@@ -56,7 +56,7 @@ _SETS = {
         "trained on.",
     ),
 }
-_LABEL, _HEADER, _GAP = 150, 68, 4  # pixels: left of the rows, above them, between them
+_LABEL, _HEADER, _GAP = 150, 68, 4  # pixels: left of the rows, above them (at least), between them
 
 
 def write_report(
@@ -172,13 +172,14 @@ def _page(
     version = {
         name: common.get(f"environment.{name}") for name in ("torch", "triton", "diffusers", "transformers")
     }
+    precision = setting.get("run.mixed_precision")
     lines += [
         "",
         f"{unit.capitalize()} measured: {', '.join(f'{split} {count}' for split, count in counts.items())}.",
         "",
         f"Trained for {common.get('steps')} steps of {setting.get('run.batch_size')} {unit}; learning rate "
         f"{setting.get('optimizer.lr')}, {setting.get('optimizer.schedule')} schedule, EMA {setting.get('ema.decay')}, "
-        f"{setting.get('run.mixed_precision')}. Device {common.get('environment.device')}; "
+        f"{'float32' if precision == 'no' else precision}. Device {common.get('environment.device')}; "
         f"{', '.join(f'{name} {number}' for name, number in version.items())}. All settings, and the loss at each "
         f"noise level: [{stem}.json]({stem}.json).",
     ]
@@ -225,16 +226,19 @@ def _sheet(results: list[dict], source: Path, splits: Mapping[str, str]) -> Imag
         with Image.open(source / f"{result['twin']}-{result['seed']}.png") as row:
             rows.append(row.convert("RGB"))
     width, height = max(row.width for row in rows), max(row.height for row in rows)
-    sheet = Image.new("RGB", (_LABEL + width, _HEADER + len(rows) * (height + _GAP)), "white")
+    prompts = results[0]["prompts"]
+    # A column of one picture takes twelve letters; clips have several pictures in a column.
+    texts = [textwrap.fill(prompt, max(12, width // len(prompts) * 12 // 64)) for prompt in prompts]
+    header = max(_HEADER, 20 + 13 * max(text.count("\n") + 1 for text in texts))
+    sheet = Image.new("RGB", (_LABEL + width, header + len(rows) * (height + _GAP)), "white")
     draw = ImageDraw.Draw(sheet)
     label, small = ImageFont.load_default(13), ImageFont.load_default(10)
-    prompts = results[0]["prompts"]
-    for column, prompt in enumerate(prompts):
+    for column, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         left = _LABEL + column * width / len(prompts)
         draw.text((left + 2, 2), splits.get(prompt, ""), fill="gray", font=small)
-        draw.multiline_text((left + 2, 16), textwrap.fill(prompt, 12), fill="black", font=small, spacing=1)
+        draw.multiline_text((left + 2, 16), text, fill="black", font=small, spacing=1)
     for number, (result, row) in enumerate(zip(results, rows, strict=True)):
-        top = _HEADER + number * (height + _GAP)
+        top = header + number * (height + _GAP)
         sheet.paste(row, (_LABEL, top))
         draw.text((4, top + height // 2 - 8), f"{result['twin']}  {result['seed']}", fill="black", font=label)
     return sheet

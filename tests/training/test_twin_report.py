@@ -66,6 +66,13 @@ def test_runs_in_order_with_the_mean_and_spread_of_the_seeds(write):
     assert colours == [160, 0, 80]
 
 
+def test_the_header_of_the_sheet_has_room_for_the_whole_prompt(write):
+    facts = result("a", 0, 0.5) | {"prompts": ["a flat face with hand over mouth moving down and right"]}
+    _, _, sheet = write([facts])
+    above = sheet.convert("L").crop((150, 68, sheet.width, sheet.height - 36))
+    assert sheet.height > 68 + 36 and above.getextrema()[0] < 64  # letters where the row would have been
+
+
 def test_common_facts_stand_once_and_no_place_of_a_machine_remains(write):
     page, merged, _ = write([result("a", 0, 0.5), result("b", 0, 0.25)])
     assert merged["common"]["settings.data.path"] == "set.tar"

@@ -49,7 +49,6 @@ def twins(monkeypatch):
     monkeypatch.setattr(module, "CLIPS", 2)
     monkeypatch.setattr(module, "DRAWN", (0, 1))
     monkeypatch.setattr(module, "SHEET", SampleConfig(steps=1, guidance=2.0))
-    monkeypatch.setattr(module, "SHIPPED", {"mhla_block_grid": [2, 2, 2]})
     return module
 
 
