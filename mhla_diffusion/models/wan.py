@@ -31,9 +31,10 @@ THETA = 10000.0  # stock Wan's, which no config holds
 
 def check_video_latents(latents: torch.Tensor, channels: int) -> None:
     """Raise ValueError unless these are latents `(B, channels, frames, height, width)`."""
-    if latents.ndim != 5 or latents.shape[1] != channels:
+    if latents.ndim != 5 or latents.shape[1] != channels or 0 in latents.shape:
         raise ValueError(
-            f"latents have shape {tuple(latents.shape)}: this model takes (batch, {channels}, frames, height, width)"
+            f"latents have shape {tuple(latents.shape)}: this model takes (batch, {channels}, frames, height, width), "
+            "at least one of each"
         )
 
 

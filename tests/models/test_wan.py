@@ -89,6 +89,7 @@ def test_the_rotary_table_is_made_where_a_layer_reads_it(options, tokens):
         ({"timestep": torch.tensor(3.0)}, r"timestep has shape \(\): give one for each sample"),
         ({"hidden_states": torch.zeros(2, 4, 8, 12)}, r"takes \(batch, 4, frames, height, width\)"),
         ({"hidden_states": torch.zeros(2, 5, 5, 8, 12)}, r"latents have shape \(2, 5, 5, 8, 12\)"),
+        ({"hidden_states": torch.zeros(2, 4, 0, 8, 12)}, r"latents have shape .* at least one of each"),
     ],
 )
 def test_inputs_of_another_shape_are_refused_in_one_line(changes, message):
