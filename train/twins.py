@@ -117,7 +117,7 @@ def measure(recipe: Recipe, folder: Path, device: torch.device) -> tuple[dict, C
     losses = {}
     for split in SPLITS:
         data = dataclasses.replace(recipe.data, split=split, **plain)
-        source = open_source(data, parts.latent_factor, 0, frame_factor=parts.frame_factor)
+        source = open_source(data, parts.latent_factor, 0, frame_factor=parts.frame_factor, device=device)
         encoded = load_or_encode(source, parts, data, device)
         table = caption_table(
             encoded, parts, True, recipe.data.max_sequence_length or parts.max_sequence_length, device

@@ -20,7 +20,12 @@ from .picture_files import check_path, list_pictures
 
 
 def open_source(
-    config: DataConfig, latent_factor: int, seed: int, by_class: bool = False, frame_factor: int | None = None
+    config: DataConfig,
+    latent_factor: int,
+    seed: int,
+    by_class: bool = False,
+    frame_factor: int | None = None,
+    device: torch.device | None = None,
 ) -> PictureSource:
     """The recipe's data set.
 
@@ -29,6 +34,7 @@ def open_source(
         seed: of the emoji set's backgrounds and compositions.
         by_class: the captions are the names of the pictures' classes.
         frame_factor: frames per latent frame, of a model of videos.
+        device: where clips of moving emoji are drawn; None: the GPU when there is one.
 
     Raises:
         ValueError: no such path, no pictures, bad captions.jsonl (names the line), size not a multiple of the factor.
@@ -46,7 +52,7 @@ def open_source(
     if frame_factor is not None:
         check_path(config)
         if config.kind == "moving-emoji":
-            source = open_moving_emoji(config, seed, latent_factor, frame_factor)
+            source = open_moving_emoji(config, seed, latent_factor, frame_factor, device)
         else:
             source = open_videos(config, latent_factor, frame_factor)
         return mirrored(source) if config.flip else source

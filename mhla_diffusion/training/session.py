@@ -168,7 +168,7 @@ class Session:
         with self.accelerator.main_process_first():  # the others then find the cache filled
             by_class = parts.class_numbers is not None
             source = open_source(
-                recipe.data, parts.latent_factor, recipe.run.seed, by_class, parts.frame_factor
+                recipe.data, parts.latent_factor, recipe.run.seed, by_class, parts.frame_factor, self.device
             )
             encoded = load_or_encode(source, parts, recipe.data, self.device)
         self.fingerprint = source.fingerprint

@@ -220,6 +220,10 @@ def test_as_a_data_set():
         )
     }
     assert len(prints) == 5 and source.fingerprint in prints
+    elsewhere = open_source(config, 4, seed=1, frame_factor=4, device=torch.device("meta"))
+    assert (
+        elsewhere.open()[0].read([0])[0].device.type == "meta" and elsewhere.fingerprint == source.fingerprint
+    )
 
 
 @pytest.mark.parametrize(
