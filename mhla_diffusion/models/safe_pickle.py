@@ -20,8 +20,8 @@ __all__ = ["load_pickle", "state_of", "unwrapped"]
 
 # Under these names training programs keep the weights; the average comes first, as it is what they sample with.
 STATE_NAMES = ("ema", "state_dict_ema", "state_dict", "model")
-# Put in front of every key by DataParallel, torch.compile and bundles of whole pipelines.
-PREFIXES = ("module.", "_orig_mod.", "model.diffusion_model.")
+# Put in front of every key by DataParallel, torch.compile, bundles of whole pipelines, DiffSynth and Lightning.
+PREFIXES = ("module.", "_orig_mod.", "model.diffusion_model.", "pipe.dit.", "model.")
 
 
 def load_pickle(path: str | os.PathLike):

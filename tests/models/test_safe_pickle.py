@@ -110,6 +110,7 @@ def test_the_weights_inside_are_found_by_name():
     assert state_of({"model": STATE, "ema": {}}, path)[1] == "model"  # an average that was never begun
     for prefix in (
         "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.diffusion_model.",
+        "pipe.dit.", "model.",
     ):  # fmt: skip
         assert state_of({prefix + key: x for key, x in STATE.items()}, path)[0].keys() == STATE.keys()
 
