@@ -7,6 +7,7 @@ import sysconfig
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from mhla_diffusion.blocks import block_table
 from mhla_diffusion.mixing import BlockMixing, initial_mixing
@@ -67,6 +68,34 @@ def test_an_eager_call_leaves_the_custom_operators_out_and_gives_the_same(make_c
     assert forward in seen.names and f"{forward}_plain" not in seen.names
     assert eager.keys() == custom.keys()
     assert all(torch.equal(eager[part], x) for part, x in custom.items())
+
+
+@pytest.mark.parametrize("form", ["states", "dual"])
+def test_eager_gradients_are_checkpointed_kept_elsewhere_and_batched(make_call, form):
+    call = make_call((3, 2), (2, 2), 16, batch=1, normalizer="none")
+
+    def run(*tensors):
+        named = dict(zip(call.tensors, tensors, strict=True))
+        return mhla_attention(**named, **call.options, backend="triton", form=form)
+
+    def leaves():
+        return [x.detach().requires_grad_() for x in call.tensors.values()]
+
+    inputs = leaves()
+    out = run(*inputs)
+    expected = torch.autograd.grad(out, inputs, call.grad, retain_graph=True)
+    both = torch.autograd.grad(out, inputs, torch.stack([call.grad, -call.grad]), is_grads_batched=True)
+    assert all(
+        torch.equal(pair[0], x) and torch.equal(pair[1], -x) for pair, x in zip(both, expected, strict=True)
+    )
+    for reentrant in (False, True):
+        inputs = leaves()
+        checkpoint(run, *inputs, use_reentrant=reentrant).backward(call.grad)
+        assert all(torch.equal(leaf.grad, x) for leaf, x in zip(inputs, expected, strict=True))
+    inputs = leaves()
+    with torch.autograd.graph.save_on_cpu():
+        run(*inputs).backward(call.grad)
+    assert all(torch.equal(leaf.grad, x) for leaf, x in zip(inputs, expected, strict=True))
 
 
 @pytest.mark.parametrize(("grid", "block_grid", "kept"), [((40,), (2,), True), ((10,), (5,), False)])
