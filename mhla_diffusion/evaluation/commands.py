@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from ..folders import check_writable
@@ -94,10 +95,23 @@ def opened(args: argparse.Namespace, source: str, split: str | None = None):
     )
 
 
-def progress_bar(total: int | None):
+@contextmanager
+def progress_bar(total: int | None) -> Iterator[Callable[[int], None]]:
+    """Gives what is told how many pictures were read; it raises KeyboardInterrupt after Ctrl-C."""
     from tqdm import tqdm
 
-    return tqdm(total=total, unit="picture", disable=not sys.stderr.isatty(), leave=False)
+    from .interrupts import interruptible
+
+    with (
+        interruptible() as check,
+        tqdm(total=total, unit="picture", disable=not sys.stderr.isatty(), leave=False) as bar,
+    ):
+
+        def progress(count: int) -> None:
+            check()
+            bar.update(count)
+
+        yield progress
 
 
 def run_protocol(args: argparse.Namespace) -> int:
@@ -151,7 +165,7 @@ def run_protocol(args: argparse.Namespace) -> int:
     if statistics is None or holds_pictures(path):
         pictures = opened(args, args.reference, args.reference_split)
     total = len(samples) + (len(pictures) if pictures else 0)
-    with progress_bar(total) as bar:
+    with progress_bar(total) as progress:
         result = score(
             samples,
             statistics or pictures,
@@ -165,7 +179,7 @@ def run_protocol(args: argparse.Namespace) -> int:
             seed=args.seed,
             floor=args.floor,
             skip_missing=args.skip_missing,
-            progress=bar.update,
+            progress=progress,
         )
     note_drawing(result, args.samples)
     for line in as_lines(result):
@@ -233,14 +247,14 @@ def run_stats(args: argparse.Namespace) -> int:
     pictures = opened(args, args.pictures, args.split)
     extractor = build_extractor(protocol, dict(args.weights), args.device, metrics)
     taps = set(extractor.taps)
-    with progress_bar(len(pictures)) as bar:
+    with progress_bar(len(pictures)) as progress:
         found = gather(
             pictures,
             extractor,
             moments=taps,
             batch_size=args.batch_size,
             workers=decoding_processes(args.workers, args.device),
-            progress=bar.update,
+            progress=progress,
         )
     about = {"features": extractor.about, "pictures": pictures.about(), "environment": environment(extractor)}
     moments = {tap: found.moments(tap, "set") for tap in sorted(taps)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -149,5 +150,16 @@ def decoded_batches(
             "ignore", "This DataLoader will create"
         )  # more processes than cores, as asked for
         return iter(
-            DataLoader(PictureFiles(files, background), batch_size, num_workers=workers, collate_fn=packed)
+            DataLoader(
+                PictureFiles(files, background),
+                batch_size,
+                num_workers=workers,
+                collate_fn=packed,
+                worker_init_fn=leave_interrupts,
+            )
         )
+
+
+def leave_interrupts(worker: int) -> None:
+    """A terminal sends Ctrl-C to every process; one that decodes and died of it would pass for a fault of the run."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

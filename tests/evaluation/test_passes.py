@@ -239,7 +239,7 @@ def test_what_is_kept_is_whole_or_not_there(tmp_path):
     full = Kept(tmp_path / "file", {}, told.append)
     full.write("a.json", 1)
     full.write("b.json", 1)
-    assert len(told) == 1 and "nothing is kept, should this run break off" in told[0]
+    assert len(told) == 1 and "nothing more is kept, should this run break off" in told[0]
 
 
 TWO_PROCESSES = """

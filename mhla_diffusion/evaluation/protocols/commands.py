@@ -115,24 +115,35 @@ def run_file(args: argparse.Namespace) -> int:
         forget(inputs.unfinished)
     from tqdm import tqdm
 
+    from ..interrupts import interruptible
     from .runner import run
 
-    with tqdm(total=0, unit="sample", disable=not sys.stderr.isatty(), leave=False) as bar:
+    try:
+        with (
+            interruptible() as check,
+            tqdm(total=0, unit="sample", disable=not sys.stderr.isatty(), leave=False) as bar,
+        ):
 
-        def expect(count: int) -> None:
-            bar.total += count
-            bar.refresh()
+            def expect(count: int) -> None:
+                bar.total += count
+                bar.refresh()
 
-        inputs.progress, inputs.expect = bar.update, expect
-        try:
-            result, status = run(protocol, inputs, say=lambda text: print(f"mhla: {text}", file=sys.stderr))
-        except KeyboardInterrupt:
-            if inputs.unfinished.is_dir():
-                print(
-                    f"mhla: {inputs.unfinished} keeps what is finished: the same command goes on",
-                    file=sys.stderr,
-                )
-            raise
+            def progress(count: int) -> None:
+                check()
+                bar.update(count)
+
+            def say(text: str) -> None:
+                check()
+                print(f"mhla: {text}", file=sys.stderr)
+
+            inputs.progress, inputs.expect = progress, expect
+            result, status = run(protocol, inputs, say=say)
+    except KeyboardInterrupt:
+        if inputs.unfinished.is_dir():
+            print(
+                f"mhla: {inputs.unfinished} keeps what is finished: the same command goes on", file=sys.stderr
+            )
+        raise
     # Late: they import torch, which takes seconds, and what is missing should be named at once.
     from ..image_scores import write_result
     from .report import as_lines, write_grid, write_markdown

@@ -40,7 +40,7 @@ def run(
     """The result, ready for JSON, and the exit status: 0, or `FAILED`.
 
     Raises, with nothing computed, ValueError for a mistake and MissingWeights for what is missing (unless
-    `inputs.skip_missing` and something remains); and the fault itself when no part succeeded.
+    `inputs.skip_missing` and something remains); and when no part succeeded, what the first one failed with.
     """
     chosen = named_parts(protocol)
     check_inputs(protocol, inputs)
@@ -72,7 +72,10 @@ def run(
             rest.pop(key, None)
         parts[name] = {"scorer": part.scorer, "status": "ok", **rest}
     if not values and faults:
-        raise next(iter(faults.values()))
+        fault = next(iter(faults.values()))
+        if isinstance(fault, ValueError | OSError):
+            raise fault
+        raise ValueError(reason_of(fault)) from fault  # one line of a GPU without memory, too
     reasons = {
         f"{name}.{lack.metric}" if lack.metric else name: lack.advice for name, lack in skipped.items()
     }

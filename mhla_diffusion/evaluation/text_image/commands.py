@@ -45,7 +45,7 @@ def run_text_image(args: argparse.Namespace, protocol: TextImageProtocol, opened
     from .run import score_set
 
     out = Path(args.out)
-    with progress_bar(None) as bar:
+    with progress_bar(None) as progress:
         result = score_set(
             protocol,
             args.samples,
@@ -61,7 +61,7 @@ def run_text_image(args: argparse.Namespace, protocol: TextImageProtocol, opened
             detections_out=out.with_name(f"{out.stem}_detections.jsonl"),
             batch_size=args.batch_size,
             workers=decoding_processes(args.workers, args.device),
-            progress=bar.update,
+            progress=progress,
         )
     note_drawing(result, args.samples)
     for line in as_lines(result):

@@ -85,7 +85,7 @@ def caption_scoring(
         "features": model.about,
         "inputs": {
             "samples": samples.about(),
-            "prompts": prompts.about | {"truncated": cut, "longest": model.context},
+            "prompts": prompts.about | {"truncated": cut},
         },
         "settings": {"long_prompts": long_prompts, "batch_size": batch_size, "clamped": False},
         "environment": {

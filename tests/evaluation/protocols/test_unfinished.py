@@ -1,8 +1,10 @@
 """Runs that break off: what they leave, who takes it up, and that a picture is read once for all parts."""
 
+import contextlib
 import dataclasses
 import errno
 import io
+import os
 import shutil
 import signal
 import subprocess
@@ -218,6 +220,35 @@ def test_ctrl_c_while_something_is_kept_is_one(folders, refusing, capsys):
     refusing(".pt", KeyboardInterrupt())
     assert run(folders, text=TWO) == 130
     assert "failed" not in capsys.readouterr().err
+
+
+def test_ctrl_c_that_a_library_turns_into_a_fault_is_one(folders, decoder, capsys):
+    """As torch does while it makes a tensor, and processes that die of the same Ctrl-C."""
+
+    def swallowed():
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupt_by_signal()
+        raise RuntimeError("could not determine the shape of object type")
+
+    def interrupt_by_signal():
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):  # the handler is called between two lines
+            pass
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        decoder.breaks_at(8, swallowed)
+        assert run(folders, text=TWO) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "failed" not in capsys.readouterr().err
+    decoder.breaks_at(3, lambda: fail("out of memory"))  # of the samples, which all parts read
+    assert run(folders, text=TWO) == 2  # a fault of its own, in a line
+    assert capsys.readouterr().err.endswith("mhla: out of memory\n")
+
+
+def fail(why):
+    raise RuntimeError(why)
 
 
 def test_numbers_are_told_before_they_are_written(folders, refusing, capsys):
