@@ -1,10 +1,6 @@
 """Runs that break off: what they leave, who takes it up, and that a picture is read once for all parts."""
 
-import contextlib
 import dataclasses
-import errno
-import io
-import os
 import shutil
 import signal
 import subprocess
@@ -13,91 +9,19 @@ import sys
 import numpy as np
 import pytest
 import tiny_clip
+from broken_off import THREE, TWO, interrupt, kept_in, numbers, run, without_times, words_of
 from PIL import Image
 from protocol_files import protocol, result
 
 from mhla_diffusion.cli import main
-from mhla_diffusion.evaluation import decoding, image_scores, kept, passes
+from mhla_diffusion.evaluation import image_scores
 from mhla_diffusion.evaluation.protocols import runner, unfinished
 from mhla_diffusion.evaluation.protocols.files import load_protocol
 from mhla_diffusion.evaluation.protocols.inputs import Inputs
-from mhla_diffusion.pipelines.pictures import save_picture, write_atomically
+from mhla_diffusion.pipelines.pictures import save_picture
 from mhla_diffusion.pipelines.videos import save_video
 
-THREE = (
-    "samples: {kind: pictures}\nreference: {kind: pictures}\nparts:\n"
-    "- {scorer: fd_efficientnet, metrics: [fd]}\n- {scorer: smoke}\n- {scorer: clip_score}\n"
-)
-TWO = THREE.replace("- {scorer: fd_efficientnet, metrics: [fd]}\n", "")  # of no network that takes its time
-
-
-@pytest.fixture(autouse=True)
-def kept_after_every_batch(monkeypatch):
-    monkeypatch.delenv("MHLA_WEIGHTS", raising=False)
-    monkeypatch.delenv("MHLA_PROTOCOLS", raising=False)
-    monkeypatch.setattr(passes, "EVERY", 0.0)
-    monkeypatch.setattr(passes, "SHARE", 0)
-
-
-@pytest.fixture
-def folders(tmp_path):
-    draw = np.random.default_rng(0)
-    for name, count in (("samples", 10), ("real", 8)):
-        (tmp_path / name).mkdir()
-        for index in range(count):
-            picture = Image.fromarray(draw.integers(0, 256, (24, 24, 3), dtype=np.uint8))
-            save_picture(picture, tmp_path / name / f"{index}.png", {"prompt": "a cat"}, beside=False)
-    tiny_clip.open_clip_folder(tmp_path / "clip", tiny_clip.open_clip_network())
-    return tmp_path
-
-
-class Decoder:
-    """Stands in for `decode`: notes what is decoded, and calls `then` before picture number `at`."""
-
-    def __init__(self, monkeypatch):
-        self.names, self.decode, self.at, self.then = [], decoding.decode, None, None
-        monkeypatch.setattr(decoding, "decode", self)
-
-    def __call__(self, file, background):
-        self.names.append(f"{file.parent.name}/{file.name}")
-        if len(self.names) == self.at:
-            self.then()
-        return self.decode(file, background)
-
-    def breaks_at(self, number, then):
-        self.names, self.at, self.then = [], number, then
-
-
-def interrupt():
-    raise KeyboardInterrupt
-
-
-@pytest.fixture
-def decoder(monkeypatch):
-    return Decoder(monkeypatch)
-
-
-def run(folder, *more, text: str = THREE) -> int:
-    return main(["eval", "run", "--protocol", protocol(folder, text), *words_of(folder), *map(str, more)])
-
-
-def words_of(folder) -> list[str]:
-    return ["--samples", str(folder / "samples"), "--reference", str(folder / "real"), "--out", str(folder / "out"),
-            "--device", "cpu", "--batch-size", "3", "--weights", f"clip={folder / 'clip'}"]  # fmt: skip
-
-
-def numbers(found: dict) -> dict:
-    """A result without its times and what it was put together from."""
-    parts = {name: without_times(part) for name, part in found["parts"].items()}
-    return without_times(found) | {"parts": parts}
-
-
-def without_times(found: dict) -> dict:
-    return {name: value for name, value in found.items() if name not in ("timings", "seconds")}
-
-
-def kept_in(folder) -> list[str]:
-    return sorted(path.suffix for path in (folder / "out" / "unfinished").glob("*/*"))
+pytestmark = pytest.mark.usefixtures("kept_after_every_batch")
 
 
 def test_all_networks_of_a_protocol_share_one_reading(folders, decoder):
@@ -173,106 +97,6 @@ def test_a_killed_run_leaves_nothing_half_written(folders, decoder, capsys):
     assert kept_in(folders) == [".json", ".pt"]
     assert run(folders) == 0 and "6 of 10 pictures" in capsys.readouterr().err
     assert numbers(result(folders)) == numbers(expected)
-
-
-class Refusing(io.BytesIO):
-    """A file that takes a few bytes, and then raises."""
-
-    def __init__(self, fault):
-        super().__init__()
-        self.fault = fault
-
-    def write(self, data):
-        if self.tell() + len(data) > 1000:
-            raise self.fault
-        return super().write(data)
-
-
-@pytest.fixture
-def refusing(monkeypatch):
-    """Makes every file of a name's end raise while it is written."""
-
-    def refuse(ending, fault):
-        def write(path, write, whole=write_atomically):
-            return write(Refusing(fault)) if path.name.endswith(ending) else whole(path, write)
-
-        monkeypatch.setattr(kept, "write_atomically", write)
-        monkeypatch.setattr(image_scores, "write_atomically", write)
-
-    return refuse
-
-
-FULL = OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_disk_without_room_for_what_is_kept_costs_no_numbers(folders, refusing, capsys):
-    assert run(folders, text=TWO) == 0
-    expected = result(folders)
-    refusing(".pt", FULL)  # of which torch says "unexpected pos"
-    assert run(folders, text=TWO) == 0
-    said = "nothing more is kept, should this run break off: "
-    err = capsys.readouterr().err
-    assert err.count(said) == 1 and "cannot be written (No space left on device)" in err
-    assert numbers(result(folders)) == numbers(expected)
-
-
-def test_ctrl_c_while_something_is_kept_is_one(folders, refusing, capsys):
-    refusing(".pt", KeyboardInterrupt())
-    assert run(folders, text=TWO) == 130
-    assert "failed" not in capsys.readouterr().err
-
-
-def test_ctrl_c_that_a_library_turns_into_a_fault_is_one(folders, decoder, capsys):
-    """As torch does while it makes a tensor, and processes that die of the same Ctrl-C."""
-
-    def swallowed():
-        with contextlib.suppress(KeyboardInterrupt):
-            interrupt_by_signal()
-        raise RuntimeError("could not determine the shape of object type")
-
-    def interrupt_by_signal():
-        os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(1000):  # the handler is called between two lines
-            pass
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        decoder.breaks_at(8, swallowed)
-        assert run(folders, text=TWO) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert "failed" not in capsys.readouterr().err
-    decoder.breaks_at(3, lambda: fail("out of memory"))  # of the samples, which all parts read
-    assert run(folders, text=TWO) == 2  # a fault of its own, in a line
-    assert capsys.readouterr().err.endswith("mhla: out of memory\n")
-
-
-def fail(why):
-    raise RuntimeError(why)
-
-
-def test_numbers_are_told_before_they_are_written(folders, refusing, capsys):
-    refusing("result.json", FULL)
-    assert run(folders, text=TWO) == 2
-    out, err = capsys.readouterr()
-    assert "precision" in out and "clip_score" in out and "written" not in out
-    assert err.endswith(
-        "result.json cannot be written (No space left on device): make room for it and run the same again\n"
-    )
-    refusing("nothing", FULL)
-    assert run(folders, text=TWO) == 0  # and not computed again
-    assert result(folders)["timings"]["taken_up"]["parts"] == ["smoke", "clip_score"]
-
-
-def test_a_file_that_a_power_cut_left_empty_is_passed_over(folders, decoder, capsys):
-    decoder.breaks_at(15, interrupt)
-    assert run(folders, text=TWO) == 130
-    (decides,) = (folders / "out" / "unfinished").glob("*/decides.json")
-    decides.write_text("")
-    (decides.parent / "smoke.json").write_text("")
-    decoder.breaks_at(None, None)
-    assert run(folders, "--seed", 3, text=TWO) == 0
-    assert "is of a run with other" not in capsys.readouterr().err
 
 
 def test_metrics_that_are_there_are_not_computed_again(folders, decoder, monkeypatch, capsys):
