@@ -235,7 +235,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing_behind(tmp_path, stock):
         (tmp_path / "empty", {}, "neither a pipeline nor a transformer folder"),
         (stock, {"layers": [9]}, "9"),
         (stock, {"layers": [0, 0]}, "different layer indices"),
-        (stock, {"layers": "half"}, "'all' or a list"),
+        (stock, {"layers": "half"}, "'all', 'none' or a list"),
         (stock, {"block_grid": (0, 4)}, "0"),
         (stock, {"block_grid": (2, 2, 2)}, "two positive integers"),
         (stock, {"block_grid": (2.5, 2)}, "two positive integers"),
